@@ -1,0 +1,75 @@
+"""Making one block active: which parameters want gradients, which layers behave as in training.
+
+    frozen prefix            active block             frozen tail
+    no gradients             weight gradients         activation gradients only
+    no saved activations     saved activations        saved activations
+    eval mode                train mode               eval mode
+
+Frozen layers run in eval mode: dropout does nothing there (so that the prefix puts out the same values each time
+and can be stored), and a frozen BatchNorm neither moves its running statistics nor depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.errors import ConfigError
+
+
+def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
+    """Freeze every block but `block`. The backward pass then stops by itself at the block's first layer.
+
+    frozen_dropout: let dropout act in frozen layers too (a prefix cache is then refused).
+    """
+    _refuse_reentrant_checkpointing(partition)
+    _let_inputs_be_plain(partition)
+    active = {id(parameter) for parameter in block.parameters.values()}
+    for parameter in partition.model.parameters():
+        parameter.requires_grad_(id(parameter) in active)
+    set_modes(partition, block, frozen_dropout=frozen_dropout)
+
+
+def set_modes(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
+    """Train mode for the active layers, eval mode for the others; call again after `model.train()` or `.eval()`."""
+    partition.model.train(frozen_dropout)
+    if frozen_dropout:
+        for module in partition.model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+    for module in block.modules():
+        module.train()
+
+
+def release(partition: Partition) -> None:
+    """Freeze everything and leave no gradient behind."""
+    for parameter in partition.model.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def _refuse_reentrant_checkpointing(partition: Partition) -> None:
+    """Reentrant activation checkpointing over a frozen prefix gives no gradients at all, silently, when the block
+    above it is active (torch.utils.checkpoint needs an input that requires grad). Refuse it by name instead."""
+    for path, module in _checkpointed(partition.model.named_modules()):
+        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+        if keywords.get("use_reentrant", False):
+            raise ConfigError(
+                f"'{path}' uses reentrant activation checkpointing, which loses gradients behind a frozen prefix; call "
+                'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+
+
+def _let_inputs_be_plain(partition: Partition) -> None:
+    """Hugging Face makes the embedding's output require a gradient whenever activation checkpointing is switched on.
+    Reentrant checkpointing needs that; here it would differentiate the frozen prefix, and save its activations."""
+    for module in partition.model.modules():
+        if getattr(module, "_require_grads_hook", None) is not None:
+            module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]
+
+
+def _checkpointed(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    return ((path, module) for path, module in modules if getattr(module, "gradient_checkpointing", False))

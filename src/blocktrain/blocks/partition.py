@@ -1,0 +1,98 @@
+"""`partition(model, num_blocks=M)`: from a model to its blocks (paper Algorithm 1, line 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+
+from blocktrain.blocks.balance import balanced
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.errors import ConfigError, PartitionError, nearest
+from blocktrain.model.chain import Chain
+from blocktrain.model.cost import layer_costs
+from blocktrain.model.detect import chain_of
+
+Balance = Literal["parameters", "flops"]
+
+
+def partition(
+    model: nn.Module,
+    num_blocks: int | None = None,
+    *,
+    balance: Balance = "parameters",
+    patterns: Sequence[Sequence[str]] | None = None,
+    layers: Mapping[str, Sequence[str]] | None = None,
+    batch: Mapping[str, Any] | None = None,
+) -> Partition:
+    """Cut `model` into contiguous blocks of whole layers.
+
+    model: a Hugging Face causal LM, an `nn.Sequential`, `blocktrain.resnet(...)`, or any module whose `layers`
+        are given as `{layer name: [dotted module paths]}` in forward order.
+    num_blocks: how many blocks (M); 1 is ordinary full-parameter training.
+    balance: divide so that blocks have nearly equal `"parameters"` (memory) or `"flops"` (counted forward FLOPs of
+        `batch`, the keyword arguments of one forward call).
+    patterns: instead of `num_blocks`, one list of shell patterns a block over layer names, matched against the
+        whole name: `[["embedding", "transformer.h.[0-3]"], ["transformer.h.*", "head"]]`. A layer goes to the
+        first block that names it; a block must be contiguous, and a pattern that matches nothing is an error.
+
+    Raises `PartitionError` when the model cannot be cut so, `ConfigError` for contradictory arguments.
+    """
+    chain = chain_of(model, layers)
+    if (num_blocks is None) == (patterns is None):
+        raise ConfigError("give either num_blocks or patterns")
+    if patterns is not None:
+        groups = _by_patterns([layer.name for layer in chain.layers], patterns)
+    else:
+        groups = balanced(_costs(chain, balance, batch), num_blocks or 0)
+    return Partition(chain, tuple(_block(chain, index, group) for index, group in enumerate(groups)))
+
+
+def _costs(chain: Chain, balance: str, batch: Mapping[str, Any] | None) -> list[float]:
+    match balance:
+        case "parameters":
+            return [sum(p.numel() for p in owned.values()) for owned in chain.owned]
+        case "flops":
+            if batch is None:
+                raise ConfigError("balance='flops' counts one forward pass: give batch={'input_ids': ...}")
+            return [cost.forward_flops for cost in layer_costs(chain, batch)]
+        case _:
+            raise ConfigError(f"balance '{balance}' is unknown; {nearest(balance, ['parameters', 'flops'])}")
+
+
+def _by_patterns(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[range]:
+    place: dict[str, int] = {}
+    for block, group in enumerate(patterns):
+        for pattern in group:
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            if not matched:
+                raise PartitionError(
+                    f"pattern '{pattern}' of block {block} matches no layer; layers: {', '.join(names)}"
+                )
+            for name in matched:
+                place.setdefault(name, block)
+    left_out = [name for name in names if name not in place]
+    if left_out:
+        raise PartitionError(f"no pattern matches layer '{left_out[0]}'; every layer must be in a block")
+    groups = []
+    for block in range(len(patterns)):
+        mine = [position for position, name in enumerate(names) if place[name] == block]
+        if not mine:
+            raise PartitionError(f"block {block} is empty: earlier patterns already took all its layers")
+        if mine[-1] - mine[0] + 1 != len(mine):
+            raise PartitionError(f"block {block} is not contiguous: {', '.join(names[i] for i in mine)}")
+        groups.append(range(mine[0], mine[-1] + 1))
+    if sorted(groups, key=lambda group: group.start) != groups:
+        raise PartitionError("the patterns' blocks are not in the order of the model's layers; reorder them")
+    return groups
+
+
+def _block(chain: Chain, index: int, group: range) -> Block:
+    parameters = {name: parameter for layer in group for name, parameter in chain.owned[layer].items()}
+    layers = tuple(chain.layers[layer] for layer in group)
+    if not parameters:
+        names = ", ".join(layer.name for layer in layers)
+        raise PartitionError(f"block {index} ({names}) owns no parameters: use fewer blocks")
+    return Block(index, layers, parameters)

@@ -1,0 +1,1 @@
+"""The command line. Importing it imports no torch, so that `--help` answers at once."""

@@ -1,0 +1,127 @@
+"""`blocktrain train | resume | compare | report | export | doctor`: arguments, exit codes, and errors as one message.
+
+Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one message and nothing half-written;
+128 + signal after Ctrl-C or SIGTERM, with a checkpoint written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from blocktrain.errors import BlocktrainError, Interrupted
+
+DESCRIPTION = "Train every parameter of a model, one block at a time, on GPUs you can afford."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.command(options) or 0
+    except BlocktrainError as error:
+        if options.debug:
+            raise
+        sys.stdout.flush()
+        label = "" if isinstance(error, Interrupted) else "error: "
+        print(f"blocktrain: {label}{error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("blocktrain: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `blocktrain ... | head` does
+        sys.stderr.close()
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    common.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    root = argparse.ArgumentParser(prog="blocktrain", description=DESCRIPTION)
+    root.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command, text: str, **kwargs) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, parents=[common], help=text, description=text, **kwargs)
+        sub.set_defaults(command=command)
+        return sub
+
+    train = add("train", _train, "train as a configuration says, into a new run folder")
+    _configuration(train)
+    resume = add("resume", _resume, "go on with an interrupted run from its newest checkpoint")
+    resume.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
+    compare = add("compare", _compare, "train the same model on the same tokens in full and in blocks, side by side")
+    _configuration(compare)
+    compare.add_argument(
+        "--methods", default="full,bcd", metavar="A,B", help="what to compare, in this order (default: %(default)s)"
+    )
+    report = add("report", _report, "write report.html for one run, or one page for several")
+    report.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders")
+    report.add_argument("--out", type=Path, metavar="FILE", help="where (default: report.html in the first folder)")
+    export = add("export", _export, "write the trained model as a Hugging Face folder")
+    export.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
+    export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    add("doctor", _doctor, "show versions, devices, dtypes and bandwidths of this machine")
+    return root
+
+
+def _configuration(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see examples/")
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override a key; may be repeated"
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME, numbered)")
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: object) -> None:
+        import blocktrain
+
+        print(f"blocktrain {blocktrain.__version__}")
+        raise SystemExit(0)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from blocktrain.cli.training import train
+
+    return train(options)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from blocktrain.cli.training import resume
+
+    return resume(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from blocktrain.cli.training import compare
+
+    return compare(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from blocktrain.cli.showing import report
+
+    return report(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from blocktrain.cli.showing import export
+
+    return export(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from blocktrain.cli.doctor import doctor
+
+    return doctor(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The commands that show or hand over what a run made: `report`, `export`; and the table at a run's end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
+from blocktrain.report.report import write_report
+from blocktrain.report.run import RunRecord
+from blocktrain.report.summary import summary, table
+
+
+def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
+    """Write the report of some runs to `page` and print their table, or the same figures as JSON."""
+    write_report(folders, page)
+    runs = [RunRecord.load(folder) for folder in folders]
+    summaries = [summary(run) for run in runs]
+    compared = multipliers(runs, [run.header.name for run in runs])
+    if as_json:
+        figures = [{**asdict(item), "multiplier": item.value} for item in compared]
+        json.dump({"runs": summaries, "multipliers": figures, "report": str(page)}, sys.stdout, indent=1)
+        print()
+        return
+    console = Console()
+    console.print()
+    console.print(table(summaries))
+    if compared:
+        text = multipliers_text(compared, runs[0].header.unit, loss_of(runs)[0])
+        console.print(f"\n{text}", highlight=False, soft_wrap=True)
+    console.print(f"\nreport  {page}", highlight=False, soft_wrap=True)
+
+
+def report(options: argparse.Namespace) -> int:
+    """`blocktrain report DIR...`."""
+    show_runs(options.runs, options.out or options.runs[0] / "report.html", as_json=options.json)
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """`blocktrain export DIR OUT`."""
+    from blocktrain.train.export import export as export_run
+    from blocktrain.train.folder import RunFolder
+
+    out = export_run(RunFolder(options.run), options.out)
+    if options.json:
+        json.dump({"exported": str(out)}, sys.stdout)
+        print()
+    else:
+        print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    return 0

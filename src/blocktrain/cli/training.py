@@ -1,0 +1,71 @@
+"""The commands that train: `train`, `resume`, `compare`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from blocktrain.cli.live import LiveLine
+from blocktrain.cli.showing import show_runs
+from blocktrain.errors import ConfigError
+from blocktrain.runtime import pick_device
+from blocktrain.train.config import RunConfig
+from blocktrain.train.folder import RunFolder
+from blocktrain.train.session import resume as resume_run
+from blocktrain.train.session import run
+
+
+def train(options: argparse.Namespace) -> int:
+    """`blocktrain train CONFIG`."""
+    config = RunConfig.load(options.config, options.overrides)
+    out = options.out or numbered_folder(config.name)
+    with LiveLine(_live_console(options), pick_device(config.device)) as live:
+        folder = run(config, out, listeners=[live], command=_command())
+    show_runs([folder.path], folder.report, as_json=options.json)
+    return 0
+
+
+def resume(options: argparse.Namespace) -> int:
+    """`blocktrain resume DIR`."""
+    device = pick_device(RunFolder(options.run).config().device)
+    with LiveLine(_live_console(options), device) as live:
+        folder = resume_run(options.run, listeners=[live])
+    show_runs([folder.path], folder.report, as_json=options.json)
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """`blocktrain compare CONFIG`."""
+    from blocktrain.baselines.compare import compare as compare_methods
+
+    config = RunConfig.load(options.config, options.overrides)
+    methods = [name.strip() for name in options.methods.split(",") if name.strip()]
+    if not methods:
+        raise ConfigError("--methods names none; write for example --methods full,bcd")
+    out = options.out or numbered_folder(f"{config.name}-compare")
+    with LiveLine(_live_console(options), pick_device(config.device)) as live:
+        folders = compare_methods(config, methods, out, listeners=lambda name: [live], command=_command())
+    show_runs([folder.path for folder in folders], out / "report.html", as_json=options.json)
+    return 0
+
+
+def numbered_folder(name: str) -> Path:
+    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist."""
+    base = Path("runs") / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+    number = 1
+    while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def _live_console(options: argparse.Namespace) -> Console:
+    """Progress goes to stderr where stdout is to hold JSON."""
+    return Console(stderr=options.json)
+
+
+def _command() -> str:
+    return shlex.join(["blocktrain", *sys.argv[1:]])

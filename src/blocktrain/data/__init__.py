@@ -1,0 +1,32 @@
+"""Data: documents and images from files or the hub, tokenised or decoded once, read back as rows in a seeded order.
+
+files, stdlib, hub -> documents -> [tokenizer] -> packed tokens on disk -> rows of T tokens -> batch
+                         parquet -> [Pillow]    -> pixels on disk        -> images           -> batch
+"""
+
+from blocktrain.data.corpus import read_documents
+from blocktrain.data.document import Document
+from blocktrain.data.images import ImageConfig, ImageData, ImageRows, open_images
+from blocktrain.data.order import RowOrder, share
+from blocktrain.data.text import TextConfig, TextData, open_text
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from blocktrain.data.tokenrows import Span, TokenRows
+
+__all__ = [
+    "ByteTokenizer",
+    "Document",
+    "ImageConfig",
+    "ImageData",
+    "ImageRows",
+    "RowOrder",
+    "Span",
+    "TextConfig",
+    "TextData",
+    "TokenRows",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_images",
+    "open_text",
+    "read_documents",
+    "share",
+]

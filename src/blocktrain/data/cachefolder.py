@@ -1,0 +1,88 @@
+"""Folders of derived data: built once, there whole or not at all, and built anew when their source has changed.
+
+    <home>/text-<hash of key>/lock                  held by the one process that builds
+                             /<hash of state>/      finished: renamed here whole, never changed again
+                             /<hash of state>.part/ being built, or left by a killed process and removed by the next
+
+The key says which data these are (source, tokenizer, ...); the state says what the source looked like.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blocktrain.errors import storage_errors
+
+logger = logging.getLogger(__name__)
+
+
+def default_home() -> Path:
+    """`$XDG_CACHE_HOME/blocktrain`, or `~/.cache/blocktrain`. Everything in it can be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
+
+
+def cached_folder(home: Path, kind: str, *, key: Any, state: Any, write: Callable[[Path], None]) -> Path:
+    """The finished folder for `key` and `state`, two JSON values; `write(folder)` fills it if there is none yet.
+
+    Safe against other processes that want the same (they wait, then find it) and against being killed. Folders of
+    the same key and another state are removed; a process that has their files mapped keeps them. Raises
+    `StorageError` when it cannot be written, and whatever `write` raises; nothing is left then.
+    """
+    place = home / f"{kind}-{digest(key)}"
+    folder = place / digest(state)
+    if folder.is_dir():
+        return folder
+    with storage_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+    with _locked(place / "lock"):
+        if folder.is_dir():  # another process built it while this one waited
+            return folder
+        for stale in place.iterdir():
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+        logger.info("building '%s' for %s", folder, key)
+        part = folder.with_suffix(".part")
+        try:
+            with storage_errors(part):
+                part.mkdir()
+                (part / "key.json").write_text(json.dumps(key, indent=1))
+                write(part)
+                _sync(part)
+                part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return folder
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock; the system lets go of it when the process dies, however it dies."""
+    with storage_errors(path):
+        file = path.open("ab")
+    with file:
+        with storage_errors(path):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sync(folder: Path) -> None:
+    """Have the data on disk before the rename says that they are: a power cut may not leave a name without content."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

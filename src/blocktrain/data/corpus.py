@@ -1,0 +1,67 @@
+"""From a source's name to its documents: the standard library, files, folders, or a data set of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blocktrain.data.document import Corpus, Document, Split
+from blocktrain.data.files import Files, files_state, find_files
+from blocktrain.data.hub import HubCorpus, is_hub_name
+from blocktrain.data.records import DOCUMENT_SUFFIXES, file_documents
+from blocktrain.data.stdlib import stdlib_files, stdlib_name
+from blocktrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCorpus:
+    """Documents in files: one per text file, one per row of `.jsonl`, `.parquet` and `.arrow`."""
+
+    name: str
+    files: Files
+    text_field: str
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that have files."""
+        return tuple(self.files)
+
+    def documents(self, split: Split) -> Iterator[Document]:
+        """The documents of `split`, file by file in the order of their names."""
+        for file in self.files[split]:
+            yield from file_documents(file, self.text_field)
+
+    def state(self) -> list[Any]:
+        """Name, size and time of last change of every file."""
+        return files_state(self.files)
+
+
+def open_corpus(source: str, *, text_field: str = "text") -> Corpus:
+    """The corpus that `source` names; nothing is read yet but names.
+
+    `source` is `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
+    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text. Raises `DataError` when
+    there is no such thing.
+    """
+    if source == "stdlib":
+        return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field)
+    path = Path(source).expanduser()
+    if path.exists():
+        files = find_files(path, DOCUMENT_SUFFIXES)
+        return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field)
+    if is_hub_name(source) and path.suffix not in DOCUMENT_SUFFIXES:
+        return HubCorpus(source, text_field=text_field)
+    raise DataError(
+        f"no file or folder '{source}' (looked in '{Path.cwd()}'); give a path, 'stdlib', or a data set of the "
+        "Hugging Face hub as 'owner/name'"
+    )
+
+
+def read_documents(source: str, *, split: Split = "train", text_field: str = "text") -> Iterator[Document]:
+    """The documents of one split of `source` (see `open_corpus`), in a fixed order, empty ones left out."""
+    corpus = open_corpus(source, text_field=text_field)
+    if split not in corpus.splits:
+        raise DataError(f"'{source}' has no {split} files, only {', '.join(corpus.splits)}")
+    return corpus.documents(split)

@@ -1,0 +1,110 @@
+"""Finding a source's files and the split each belongs to, from names alone.
+
+train-00000-of-00003.parquet   TinyStories-train.txt   train/data-00000-of-00001.arrow    -> train
+validation.jsonl   valid.txt   dev.parquet   books-val.txt   validation/0000.parquet      -> validation
+test.jsonl   test-00000-of-00002.parquet   test/...                                       -> test
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from blocktrain.data.document import Split
+from blocktrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_WORDS: Mapping[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+_SHARD = re.compile(r"[-_.]\d+-of-\d+.*$")
+# Files that hold data; source code of the same name ("test_order.py") says nothing about a split.
+_NAMES_A_SPLIT = frozenset({".txt", ".tokens", ".jsonl", ".parquet", ".arrow"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file and its name inside the source: the relative path, with `/` on every system."""
+
+    id: str
+    path: Path
+
+
+Files = Mapping[Split, tuple[SourceFile, ...]]
+
+
+def split_of(path: PurePath) -> Split | None:
+    """The split that a file's name says (its first or last word), or else the folder's nearest to it; None for neither.
+
+    >>> split_of(PurePath("data/train-00000-of-00003.parquet")), split_of(PurePath("wiki.valid.tokens"))
+    ('train', 'validation')
+    >>> split_of(PurePath("test/0000.parquet")), split_of(PurePath("input.txt"))
+    ('test', None)
+    """
+    if path.suffix in _NAMES_A_SPLIT:
+        words = re.findall(r"[a-z]+", _SHARD.sub("", path.stem).lower())
+        for word in words[:1] + words[-1:]:
+            if word in _WORDS:
+                return _WORDS[word]
+        for folder in reversed(path.parent.parts):
+            if folder.lower() in _WORDS:
+                return _WORDS[folder.lower()]
+    return None
+
+
+def find_files(source: Path, suffixes: Collection[str]) -> Files:
+    """The files of `source` by split, sorted by path.
+
+    A single file is all training data, whatever its name. In a folder (read with its subfolders, hidden ones left
+    out) files without a split's name are training data too, unless some file is named as such: then a README
+    beside `train.parquet` is left out, with a warning. Raises `DataError` when there is nothing to read.
+    """
+    if source.is_file():
+        return {"train": (SourceFile(id=source.name, path=source),)}
+    found: dict[Split | None, list[SourceFile]] = {}
+    for relative in sorted(_walk(source), key=PurePath.as_posix):
+        if relative.suffix in suffixes:
+            name = relative.as_posix().encode(errors="backslashreplace").decode()  # Linux names may not be UTF-8
+            file = SourceFile(id=name, path=source / relative)
+            found.setdefault(split_of(relative), []).append(file)
+    if not found:
+        raise DataError(f"folder '{source}' holds no file to read; known endings: {', '.join(sorted(suffixes))}")
+    unnamed = found.pop(None, [])
+    if unnamed and "train" in found:
+        logger.warning(
+            "'%s': %d files without a split's name left out, '%s' first", source, len(unnamed), unnamed[0].id
+        )
+    elif unnamed:
+        found["train"] = unnamed
+    return {split: tuple(files) for split, files in found.items() if split is not None}
+
+
+def _walk(source: Path) -> Iterator[PurePath]:
+    for folder, folders, names in os.walk(source, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        for name in names:
+            # "cache-*.arrow" are intermediate results that `datasets` leaves beside the data it saved.
+            if not name.startswith(".") and not (name.startswith("cache-") and name.endswith(".arrow")):
+                yield PurePath(folder, name).relative_to(source)
+
+
+def files_state(files: Files) -> list[Any]:
+    """Name, size and time of last change of every file: differs once any of them has changed."""
+    return [
+        [split, file.id, status.st_size, status.st_mtime_ns]
+        for split, members in sorted(files.items())
+        for file in members
+        for status in (file.path.stat(),)
+    ]

@@ -1,0 +1,207 @@
+"""Labelled images in parquet files (CIFAR-10, CIFAR-100): decoded once, then read as normalised, augmented batches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from blocktrain.data.augment import crop_and_flip
+from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.files import Files, SourceFile, files_state, find_files
+from blocktrain.data.tables import table_batches, table_schema
+from blocktrain.errors import ConfigError, DataError
+from blocktrain.units import format_count
+
+# CIFAR-10's, per channel, of pixels in [0, 1].
+MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
+STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "fine_label")
+
+Augment = Literal["crop-flip", "none"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Which images to train on. `source` is a parquet file or a folder of them, with `train*` and `test*` files."""
+
+    source: str
+    validation: str | None = None  # another source; None: the source's own validation or test files
+    augment: Augment = "crop-flip"  # of training images only
+    cache: str | None = None  # a folder for decoded pixels; None: blocktrain's in the user's cache folder
+
+    def __post_init__(self) -> None:
+        if self.augment not in ("crop-flip", "none"):
+            raise ConfigError(f"augment is '{self.augment}'; known: 'crop-flip', 'none'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Images to train on, images to validate on, and how many classes there are."""
+
+    train: ImageRows
+    validation: ImageRows
+    num_classes: int
+
+
+class ImageRows:
+    """Decoded images, mapped from disk, with their labels."""
+
+    def __init__(self, folder: Path, *, augment: Augment = "none", seed: int = 0):
+        """Map a folder that `open_images` filled: `pixels.npy`, uint8 (N, H, W, 3), and `labels.npy`, int64 (N,)."""
+        try:
+            self._pixels = np.load(folder / "pixels.npy", mmap_mode="r")
+            self.labels = np.load(folder / "labels.npy")
+        except (OSError, ValueError) as error:
+            raise DataError(f"'{folder}' is not a folder of decoded images ({error}); delete it") from error
+        self.augment: Augment = augment
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __repr__(self) -> str:
+        _, height, width, _ = self._pixels.shape
+        return f"ImageRows({format_count(len(self))} images of {height}x{width}, augment {self.augment})"
+
+    def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
+        """Images `indices` as `pixel_values`, float32 (B, 3, H, W), and their `labels`, int64 (B,).
+
+        `variant` numbers the augmentations of a row: the trainer gives the epoch. Without augmentation every
+        variant is the same.
+        """
+        rows = np.asarray(indices, np.int64)
+        pixels = self._pixels[rows]
+        if self.augment == "crop-flip":
+            pixels = crop_and_flip(pixels, rows, seed=self._seed, variant=variant)
+        values = pixels * (1 / (255 * STD)) - MEAN / STD  # (B, H, W, 3) float32
+        return {
+            "pixel_values": torch.from_numpy(values).permute(0, 3, 1, 2).contiguous(),
+            "labels": torch.from_numpy(self.labels[rows]),
+        }
+
+
+def open_images(config: ImageConfig, *, seed: int = 0) -> ImageData:
+    """The images of `config`, decoded now if they are not in the cache yet; `seed` is that of the augmentation.
+
+    Columns are those of Hugging Face's CIFAR-10 and CIFAR-100: `image` or `img`, and `label` or `fine_label`. Raises
+    `DataError` when files or columns are missing, an image cannot be decoded or differs in size, or a label has no
+    class; `StorageError` when the cache cannot be written.
+    """
+    train, validation = _sides(config)
+    home = Path(config.cache).expanduser() if config.cache else default_home()
+
+    def decoded(files: tuple[SourceFile, ...]) -> Path:
+        return cached_folder(
+            home,
+            "images",
+            key={"format": _FORMAT, "files": [str(file.path.resolve()) for file in files]},
+            state=files_state({"train": files}),
+            write=lambda folder: _decode(files, folder),
+        )
+
+    train_rows = ImageRows(decoded(train), augment=config.augment, seed=seed)
+    validation_rows = ImageRows(decoded(validation))
+    num_classes = int(train_rows.labels.max()) + 1
+    if int(validation_rows.labels.max()) >= num_classes:
+        raise DataError(
+            f"validation images have class {int(validation_rows.labels.max())}, training images only 0 to "
+            f"{num_classes - 1} ('{config.source}')"
+        )
+    return ImageData(train=train_rows, validation=validation_rows, num_classes=num_classes)
+
+
+def _sides(config: ImageConfig) -> tuple[tuple[SourceFile, ...], tuple[SourceFile, ...]]:
+    """Training and validation files, disjoint."""
+    files = _files(config.source)
+    if "train" not in files:
+        raise DataError(f"'{config.source}' has no training files, only {' and '.join(files)} files")
+    other = files if config.validation is None else _files(config.validation)
+    validation = other.get("validation") or other.get("test")
+    if config.validation is not None:
+        validation = validation or other.get("train")
+    if not validation:
+        raise DataError(f"'{config.source}' has no validation or test files; name some with validation")
+    for both in {file.path.resolve() for file in files["train"]} & {file.path.resolve() for file in validation}:
+        raise DataError(f"'{both}' would be in both training and validation data")
+    return files["train"], validation
+
+
+def _files(source: str) -> Files:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(f"no file or folder '{source}' (looked in '{Path.cwd()}'); images are read from parquet files")
+    return find_files(path, {".parquet"})
+
+
+def _decode(files: tuple[SourceFile, ...], folder: Path) -> None:
+    """Write the pixels one by one: growing a file fails with an error on a full disk, a mapped one with a signal."""
+    labels: list[int] = []
+    size: tuple[int, ...] | None = None
+    with (folder / "pixels.npy").open("wb") as file:
+        for place, image, label in _examples(files):
+            pixels = _pixels(image, place)
+            if size is None:
+                size = pixels.shape
+                _write_header(file, (0, *size))
+            if pixels.shape != size:
+                raise DataError(f"{place}: an image of {pixels.shape[:2]} pixels among images of {size[:2]}")
+            if not isinstance(label, int) or label < 0:
+                raise DataError(f"{place}: label is {label}; labels must be 0, 1, 2, ...")
+            file.write(pixels.data)
+            labels.append(label)
+        if size is None:
+            raise DataError(f"'{files[0].path}' holds no image")
+        file.seek(0)
+        _write_header(file, (len(labels), *size))  # numpy leaves room for the count to grow
+    np.save(folder / "labels.npy", np.array(labels, np.int64))
+
+
+def _write_header(file: io.BufferedIOBase, shape: tuple[int, ...]) -> None:
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+
+
+def _examples(files: tuple[SourceFile, ...]) -> Iterator[tuple[str, Any, Any]]:
+    for file in files:
+        schema = table_schema(file.path)
+        columns = [_first(names, schema, file) for names in (IMAGE_COLUMNS, LABEL_COLUMNS)]
+        row = 0
+        for batch in table_batches(file.path, columns, setting="images"):
+            for image, label in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
+                yield f"'{file.path}' row {row}", image, label
+                row += 1
+
+
+def _first(names: Sequence[str], schema: pa.Schema, file: SourceFile) -> str:
+    for name in names:
+        if name in schema.names:
+            return name
+    raise DataError(
+        f"'{file.path}' has no column '{names[0]}' (or '{names[1]}'); its columns: {', '.join(schema.names)}"
+    )
+
+
+def _pixels(image: Any, place: str) -> np.ndarray:
+    """One image, uint8 (H, W, 3), from its bytes or Hugging Face's struct of bytes and path."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError('images are decoded by Pillow; pip install "blocktrain[images]"') from error
+    data = image.get("bytes") if isinstance(image, dict) else image
+    if not isinstance(data, bytes):
+        raise DataError(f"{place}: the image has no bytes (a path alone is not followed)")
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{place}: the image cannot be decoded: {error}") from error

@@ -1,0 +1,82 @@
+"""Errors a user can act on: each names the value, the place it came from and the way out.
+
+The command line prints the message alone and exits with `exit_code`; a traceback appears only under `--debug`.
+Anything that is not a `BlocktrainError` is a fault of this package and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# What the kernel says when a file cannot grow: disk full, quota reached, file size limit.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class BlocktrainError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(BlocktrainError):
+    """A configuration key is unknown, of the wrong type, or has an impossible value."""
+
+
+class PartitionError(BlocktrainError):
+    """The model cannot be cut into the blocks asked for."""
+
+
+class DataError(BlocktrainError):
+    """Training or validation data are missing, empty, or do not fit the model."""
+
+
+class CheckpointError(BlocktrainError):
+    """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class StorageError(BlocktrainError):
+    """A file could not be written: no room, no permission, no such folder."""
+
+
+class NonFiniteError(BlocktrainError):
+    """The loss or a gradient became infinite or not a number."""
+
+    exit_code = 1
+
+
+class Interrupted(BlocktrainError):  # noqa: N818 - it is an event, not a fault
+    """A signal asked the run to stop; a checkpoint was written first."""
+
+    def __init__(self, message: str, *, signal_number: int):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The tail of a message about an unknown name: the nearest known one, or all of them.
+
+    >>> nearest("colour", ["color", "size"])
+    "did you mean 'color'?"
+    >>> nearest("zzz", ["color", "size"])
+    'known: color, size'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+
+
+@contextmanager
+def storage_errors(path: str | Path) -> Iterator[None]:
+    """Turn a failed write below `path` into a `StorageError` that says which file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StorageError(
+                f"no room left while writing '{path}' ({error.strerror}); free some space or choose another folder"
+            ) from error
+        raise StorageError(f"cannot write '{path}': {error.strerror or error}") from error

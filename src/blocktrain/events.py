@@ -1,0 +1,97 @@
+"""The run's memory: one JSON object a line, appended as things happen and read by reports, trackers and tests.
+
+Only the trainer writes events; everything that shows a run (live line, report, comparison) reads them. A record
+is deterministic but for `seconds`, so an interrupted and resumed run leaves the same log as one that was not:
+a checkpoint remembers how long the log was, and resuming cuts off what came after it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blocktrain.errors import DataError, storage_errors
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Append-only `events.jsonl`."""
+
+    def __init__(self, path: Path, *, length: int | None = None):
+        """Open `path` for appending; `length` bytes are kept, the rest (written after the checkpoint) is cut off."""
+        self.path = path
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            if length is not None:
+                self._require(length)
+                self._file.truncate(length)
+                self._file.seek(0, os.SEEK_END)
+
+    def _require(self, length: int) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        if size < length:  # truncate would fill it up with zeros
+            self._file.close()
+            raise DataError(
+                f"'{self.path}' holds {size} bytes, but its checkpoint was made when it held {length}: put back the "
+                "file that belongs to this run"
+            )
+
+    def append(self, event: Event) -> None:
+        """Write one record and hand it to the operating system, so that a killed process loses nothing logged."""
+        with storage_errors(self.path):
+            self._file.write(encode(event) + b"\n")
+            self._file.flush()
+
+    def length(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def sync(self) -> None:
+        """See what was written onto the disk, before something refers to it."""
+        with storage_errors(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; appending afterwards is an error."""
+        self._file.close()
+
+
+def encode(event: Event) -> bytes:
+    """One line of JSON; numbers that JSON cannot hold (inf, nan) become text, so every reader can parse it."""
+    return json.dumps(_finite(event), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_events(path: Path) -> list[Event]:
+    """All complete records of a log; a torn last line (a process killed while writing) is left out."""
+    if not path.is_file():
+        raise DataError(f"'{path}' does not exist; is '{path.parent}' the folder of a run?")
+    return list(_parse(path))
+
+
+def _parse(path: Path) -> Iterator[Event]:
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline after it: torn
+                return
+            raise DataError(f"'{path}' line {number} is not JSON: {error}") from error

@@ -1,0 +1,89 @@
+"""A model as a chain of layers, the only view of it that the rest of the package needs.
+
+    tokens -> [embedding] -> [layer 0] -> [layer 1] -> ... -> [head] -> logits
+               wte, wpe       h.0          h.1                ln_f, lm_head
+
+A `Layer` is the smallest unit a model is cut into: whole modules, in the order the forward pass runs them. The
+model itself stays as it is and runs its own code; a chain only says which of its modules belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from blocktrain.errors import PartitionError
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One link of the chain: modules that are trained, frozen and cut together."""
+
+    name: str
+    modules: Mapping[str, nn.Module]  # dotted path in the model -> module, in forward order
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter in the layer's modules under its full name, tied ones included."""
+        for path, module in self.modules.items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                yield f"{path}.{name}", parameter
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name})"
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The layers of `model` in forward order; together they hold every parameter."""
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        placed = {id(parameter) for layer in self.layers for _, parameter in layer.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in placed:
+                raise PartitionError(
+                    f"parameter '{name}' of {type(self.model).__name__} belongs to no layer of "
+                    f"{[layer.name for layer in self.layers]}; pass layers={...} with the module that holds it"
+                )
+
+    @classmethod
+    def of_modules(cls, model: nn.Module, groups: Mapping[str, Sequence[str]]) -> Chain:
+        """A chain from names: `{"embedding": ["transformer.wte", "transformer.wpe"], "h.0": ["transformer.h.0"]}`."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        layers = []
+        for name, paths in groups.items():
+            for path in paths:
+                if path not in modules:
+                    raise PartitionError(f"layer '{name}': {type(model).__name__} has no module '{path}'")
+            layers.append(Layer(name, {path: modules[path] for path in paths}))
+        return cls(model, tuple(layers))
+
+    @cached_property
+    def owned(self) -> tuple[Mapping[str, nn.Parameter], ...]:
+        """Per layer, the parameters it owns by name. A tied parameter is owned by the first layer that uses it:
+        only so does a frozen prefix stay frozen while a later block is active."""
+        seen: set[int] = set()
+        result = []
+        for layer in self.layers:
+            mine: dict[str, nn.Parameter] = {}
+            for name, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    mine[name] = parameter
+            result.append(mine)
+        return tuple(result)
+
+    @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """Name of each further use of a tied parameter -> the name under which it is owned."""
+        owner = {id(parameter): name for mine in self.owned for name, parameter in mine.items()}
+        return {
+            name: owner[id(parameter)]
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if owner[id(parameter)] != name
+        }

@@ -1,0 +1,199 @@
+"""The page around the figures: one HTML file that needs no network and no other file.
+
+Its content security policy allows one script, ours, by its hash: should a run's text ever slip through unescaped,
+the browser still refuses to run it or to fetch what it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from blocktrain.report import comparison, figures
+from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
+from blocktrain.report.numerals import ABSENT, decimal, percent, plural
+from blocktrain.report.palette import style
+from blocktrain.report.run import RunRecord
+from blocktrain.report.series import evenly
+from blocktrain.report.summary import Summary, columns, rows, summary
+from blocktrain.units import format_bytes, format_count, format_seconds
+
+MOST_ROWS = 200  # evaluations in the table
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The report of one run, or the comparison of several, as HTML."""
+    names = distinct_names(runs)
+    summaries = [{**summary(run), "name": name} for run, name in zip(runs, names, strict=True)]
+    if len(runs) == 1:
+        run = runs[0]
+        title, meta, sentence = run.header.name, _meta(run), in_words(run, summaries[0])
+        body = _single(run)
+    else:
+        comparison.comparable(runs)
+        title, meta = " · ".join(names), plural(len(runs), "run") + " compared"
+        if len(runs) > 3:
+            title, meta = meta, title
+        sentence, body = _comparison_words(runs, names), comparison.figures(runs, names)
+    notices = [text for run, name in zip(runs, names, strict=True) for text in _notices(run, name if runs[1:] else "")]
+    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
+    header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
+    tables = _figures_table(summaries) + "".join(
+        _evaluations(run, name if runs[1:] else "") for run, name in zip(runs, names, strict=True)
+    )
+    footer = "".join(_details(run, name if runs[1:] else "") for run, name in zip(runs, names, strict=True))
+    return _document(title, header, body + tables, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
+
+
+def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
+    """The runs' names, numbered where two are the same."""
+    names: list[str] = []
+    for run in runs:
+        name, count = run.header.name or run.folder.name, 2
+        while name in names:
+            name, count = f"{run.header.name} ({count})", count + 1
+        names.append(name)
+    return names
+
+
+def in_words(run: RunRecord, item: Summary) -> str:
+    """The run in one sentence."""
+    size = f"{format_count(item['parameters'])} parameters"
+    unit = item["unit"]
+    done = f"{plural(item['visits'], 'visit')}, {plural(item['steps'], 'step')}"
+    said = [f"{item['model']}, {size} in {plural(item['blocks'], 'block')}", done]
+    if run.is_full:
+        said = [f"{item['model']}, {size} trained in full", plural(item["steps"], "step")]
+    said[-1] += f", {format_count(item['tokens'])} {unit} in {format_seconds(item['seconds'])}"
+    if item["validation_loss_per_byte"] is not None:
+        said.append(f"validation loss {decimal(item['validation_loss_per_byte'])} nats per byte")
+    elif item["validation_loss"] is not None:
+        said.append(f"validation loss {decimal(item['validation_loss'])} nats per {unit.removesuffix('s')}")
+    if item["accuracy"] is not None:
+        said[-1 if item["validation_loss"] is not None else 0] += f", accuracy {percent(item['accuracy'])}"
+    if item["flops_ratio"] is not None and not run.is_full:
+        theory = f" (formula {decimal(item['flops_ratio_theory'])})" if item["flops_ratio_theory"] is not None else ""
+        said.append(f"a step cost {decimal(item['flops_ratio'])} of a full step's FLOPs{theory}")
+    if item["optimizer_bytes_full"]:
+        instead = "" if run.is_full else f" instead of {format_bytes(item['optimizer_bytes_full'])}"
+        said.append(f"optimizer state {format_bytes(item['optimizer_bytes'])}{instead}")
+    return "; ".join(said) + "."
+
+
+def _comparison_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    unit, _ = loss_of(runs)
+    found = multipliers(runs, names)
+    if found:
+        return multipliers_text(found, runs[0].header.unit, unit)
+    return f"Validation losses in {unit}. A B-F multiplier needs a full run and a BCD run."
+
+
+def _meta(run: RunRecord) -> str:
+    header = run.header
+    state = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
+    told = [header.method, header.optimizer, header.precision]
+    told += [state.get(header.state, header.state)] if not run.is_full else []
+    told.append(str(run.details.get("started", "")))
+    told.append(f"ended: {run.end.reason}" if run.end else "")
+    return " · ".join(text for text in told if text)
+
+
+def _notices(run: RunRecord, name: str) -> list[str]:
+    item = summary(run)
+    lead = f"{name}: " if name else ""
+    notices = []
+    if run.end is None:
+        planned = f" of {run.header.steps_planned:,} planned" if run.header.steps_planned else ""
+        notices.append(
+            f"{lead}This run has not finished: its log stops at step {run.steps_done:,}{planned}. It is still going or "
+            f"was interrupted."
+        )
+    if item["nonfinite_steps"]:
+        notices.append(
+            f"{lead}The loss of {plural(item['nonfinite_steps'], 'step')} was not a finite number: gaps in the lines."
+        )
+    if item["skipped_steps"]:
+        notices.append(f"{lead}{plural(item['skipped_steps'], 'step')} computed but skipped by the optimizer.")
+    return notices
+
+
+def _single(run: RunRecord) -> str:
+    if not run.steps and not run.evaluations:
+        losses = ""
+    else:
+        losses = figures.loss_by_tokens(run) + figures.accuracy(run) + figures.loss_by_time(run)
+    unit = run.header.unit
+    rate = figures.by_tokens(run, "Learning rate", f"by training {unit}.", lambda row: row.lr, "lr")
+    norm = figures.by_tokens(
+        run,
+        "Gradient norm",
+        f"of the active block before clipping, by training {unit}.",
+        lambda row: row.grad_norm,
+        "norm",
+    )
+    return losses + figures.memory(run) + figures.flops(run) + rate + norm
+
+
+def _figures_table(summaries: Sequence[Summary]) -> str:
+    headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in columns(summaries))
+    body = "".join(
+        f'<tr><th scope="row"{" class=inner" if row.label.startswith(" ") else ""}>{escape(row.label.strip())}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells)
+        + "</tr>\n"
+        for row in rows(summaries)
+    )
+    return (
+        f'<div class="scroll"><table><caption>In figures</caption><thead><tr><th></th>{headings}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>\n"
+    )
+
+
+def _evaluations(run: RunRecord, name: str) -> str:
+    if not run.evaluations:
+        return ""
+    body = "".join(
+        f"<tr><td>{row.step:,}</td><td>{format_count(row.tokens)}</td><td>{format_seconds(row.seconds)}</td>"
+        f"<td>{ABSENT if row.block is None else row.block}</td><td>{decimal(row.loss, 4)}</td>"
+        f"<td>{decimal(row.loss_per_byte, 4)}</td><td>{decimal(row.accuracy, 4)}</td></tr>\n"
+        for row in (run.evaluations[index] for index in evenly(len(run.evaluations), MOST_ROWS))
+    )
+    unit = escape(run.header.unit)
+    headings = ("step", unit, "time", "block", f"loss per {unit.removesuffix('s')}", "loss per byte", "accuracy")
+    heading = "".join(f'<th scope="col">{text}</th>' for text in headings)
+    title = "Every evaluation" + (f" of {name}" if name else "")
+    return (
+        f'<details><summary>{escape(title)}</summary><div class="scroll"><table><thead>'
+        f"<tr>{heading}</tr></thead><tbody>{body}</tbody></table></div></details>\n"
+    )
+
+
+def _details(run: RunRecord, name: str) -> str:
+    title = "Configuration and environment" + (f" of {name}" if name else "")
+    if not run.details:
+        return f"<p>{escape(title)}: run.json is missing or cannot be read.</p>\n"
+    text = json.dumps(run.details, indent=2, ensure_ascii=False)
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>\n"
+
+
+def _document(title: str, header: str, body: str, footer: str, colours: int) -> str:
+    folder = resources.files("blocktrain.report")
+    css = folder.joinpath("report.css").read_text(encoding="utf-8") + style(colours)
+    script = "\n" + folder.joinpath("report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)} – blocktrain</title>\n<style>\n{css}\n</style>\n</head>\n<body>\n"
+        f"<header>\n{header}</header>\n<main>\n{body}</main>\n<footer>\n{footer}"
+        "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n</footer>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )

@@ -1,0 +1,275 @@
+"""A run read back from its folder: every record typed, so that the rest of the report never touches raw JSON.
+
+Records and fields this version does not know are left out, so older reports read newer logs. A run without an
+`end` record (still going, killed, interrupted) is as good as any other; only `RunRecord.end` is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blocktrain.errors import DataError
+from blocktrain.events import Event, read_events
+
+Bytes = Mapping[str, int]  # part of memory ("weights", "master", "gradients", ...) -> bytes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockInfo:
+    """One block of the partition, by the names of its first and last layer."""
+
+    index: int
+    first: str
+    last: str
+    layers: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The `run` record: what is trained and how. For images a token is one image."""
+
+    method: str
+    name: str
+    model: str
+    parameters: int
+    unit: str = "tokens"
+    tokens_per_step: int
+    rows_per_step: int
+    steps_planned: int | None = None
+    optimizer: str = ""
+    precision: str = ""
+    state: str = ""
+    blocks: tuple[BlockInfo, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The `cost` record: FLOPs of one optimizer step and bytes held during it, full training and each block."""
+
+    flops_full: int
+    flops_blocks: tuple[int, ...]
+    theory_full: int
+    theory_blocks: tuple[int, ...]
+    memory_full: Bytes
+    memory_blocks: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A block became active. `tokens` and `seconds` count from the start of the run, here and below."""
+
+    visit: int
+    sweep: int
+    block: int
+    step: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step; `loss` is in nats per token and may be nan."""
+
+    step: int
+    tokens: int
+    seconds: float
+    visit: int
+    block: int
+    loss: float
+    lr: float = float("nan")
+    grad_norm: float = float("nan")
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One pass over the validation data; `loss` in nats per token, `loss_per_byte` in nats per byte of text."""
+
+    step: int
+    tokens: int
+    seconds: float
+    visit: int
+    block: int | None  # None between visits
+    loss: float
+    loss_per_byte: float | None = None
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retirement:
+    """The active block's visit ended, and why."""
+
+    visit: int
+    block: int
+    step: int
+    tokens: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The run ended by itself; losses are those of the last evaluation, `flops` those of the whole run."""
+
+    reason: str
+    steps: int
+    tokens: int
+    sweeps: int
+    seconds: float
+    loss: float | None = None
+    loss_per_byte: float | None = None
+    accuracy: float | None = None
+    optimizer_bytes: int | None = None
+    flops: int | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Everything a run folder tells, in the order it happened; `details` is its `run.json`."""
+
+    folder: Path
+    header: Header
+    cost: Cost | None
+    visits: Sequence[Visit]
+    steps: Sequence[Step]
+    evaluations: Sequence[Evaluation]
+    retirements: Sequence[Retirement]
+    end: End | None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Read `events.jsonl` and `run.json`; raises `DataError` where there is no log or it is not one of ours."""
+        path = folder / "events.jsonl"
+        kinds: dict[str, list[Event]] = {}
+        for event in read_events(path):
+            kind = event.get("kind", "") if isinstance(event, dict) else ""
+            if kind == "step":  # a resumed run goes on behind its old end
+                kinds.pop("end", None)
+            kinds.setdefault(kind, []).append(event)
+        if "run" not in kinds:
+            raise DataError(f"'{path}' has no 'run' record; is '{folder}' the folder of a run that has started?")
+        try:
+            return cls(
+                folder=folder,
+                header=_header(kinds["run"][-1]),
+                cost=_cost(kinds["cost"][-1]) if "cost" in kinds else None,
+                visits=_all(Visit, kinds.get("visit")),
+                steps=_all(Step, kinds.get("step")),
+                evaluations=_all(Evaluation, kinds.get("evaluation")),
+                retirements=_all(Retirement, kinds.get("retire")),
+                end=_typed(End, kinds["end"][-1]) if "end" in kinds else None,
+                details=_details(folder / "run.json"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"'{path}' holds a record this version cannot read: {error}") from error
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter is trained at once."""
+        return self.header.method == "full"
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens seen so far."""
+        return max((row.tokens for row in self._last), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time so far."""
+        return max((row.seconds for row in self._last), default=0.0)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far, as far as the log tells: it may leave steps out."""
+        return max((row.steps if isinstance(row, End) else row.step for row in self._last), default=0)
+
+    @property
+    def _last(self) -> tuple[Visit | Step | Evaluation | Retirement | End, ...]:
+        ends = (self.end,) if self.end else ()
+        return (*self.visits[-1:], *self.steps[-1:], *self.evaluations[-1:], *self.retirements[-1:], *ends)
+
+    def step_flops(self, block: int) -> int:
+        """Counted FLOPs of one step while `block` is active; 0 where the log has no costs."""
+        if self.cost is None:
+            return 0
+        known = not self.is_full and block < len(self.cost.flops_blocks)
+        return self.cost.flops_blocks[block] if known else self.cost.flops_full
+
+    def flops_until(self, step: int) -> int:
+        """Counted FLOPs of the first `step` steps: those of each visit at its block's cost."""
+        if not self.visits:
+            return step * self.step_flops(0)
+        stops = [*(visit.step for visit in self.visits[1:]), step]
+        return sum(
+            max(min(step, stop) - visit.step, 0) * self.step_flops(visit.block)
+            for visit, stop in zip(self.visits, stops, strict=True)
+        )
+
+
+def _header(event: Event) -> Header:
+    blocks = tuple(_typed(BlockInfo, block) for block in event.get("blocks", ()))
+    return _typed(Header, {**event, "blocks": blocks})
+
+
+def _cost(event: Event) -> Cost:
+    flops, memory = event["flops"], event["memory"]
+    return Cost(
+        flops_full=int(flops["full"]),
+        flops_blocks=tuple(int(count) for count in flops["blocks"]),
+        theory_full=int(flops["theory_full"]),
+        theory_blocks=tuple(int(count) for count in flops["theory_blocks"]),
+        memory_full=_bytes(memory["full"]),
+        memory_blocks=tuple(_bytes(block) for block in memory["blocks"]),
+    )
+
+
+def _bytes(parts: Mapping[str, Any]) -> Bytes:
+    return {str(part): int(count) for part, count in parts.items()}
+
+
+def _details(path: Path) -> Mapping[str, Any]:
+    """`run.json`, or nothing: a report is about the log, and a lost description must not cost it."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _maybe(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+# How a JSON value becomes a field, by the field's annotation. `float` also reads "nan" and "inf".
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "int | None": _maybe(int),
+    "float | None": _maybe(float),
+    "tuple[BlockInfo, ...]": tuple,
+}
+
+
+def _typed(cls: type[T], event: Event) -> T:
+    values = {}
+    for item in fields(cls):  # pyright: ignore[reportArgumentType] - only dataclasses of this file come here
+        if item.name in event:
+            values[item.name] = _CONVERT[str(item.type)](event[item.name])
+        elif item.default is MISSING:
+            raise KeyError(f"a '{event.get('kind', cls.__name__)}' record without '{item.name}'")
+    return cls(**values)
+
+
+def _all(cls: type[T], events: list[Event] | None) -> list[T]:
+    return [_typed(cls, event) for event in events or ()]

@@ -1,0 +1,102 @@
+"""The ground under a run: device, randomness, memory in use, and what this machine and its software are.
+
+Nothing above this file asks whether there is a GPU; on a CPU the same calls do the sensible thing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blocktrain.errors import ConfigError
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device called `name`; `auto` takes the first accelerator, else the CPU."""
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{name}' cannot be used here ({reason}); try 'auto' or 'cpu'") from error
+    return device
+
+
+def seed_everything(seed: int, *key: int) -> None:
+    """Seed torch on every device from `(seed, *key)`.
+
+    The trainer calls it before each step with the step and the rank: what dropout draws is then a function of
+    (seed, step, rank), and a checkpoint needs no generator state.
+    """
+    state = np.random.SeedSequence([seed, *key]).generate_state(2, np.uint32)
+    torch.manual_seed(int(state[0]) << 31 ^ int(state[1]))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queue; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on a GPU, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and the source's commit, as recorded in `run.json` and in every benchmark's result."""
+    import transformers
+
+    import blocktrain
+
+    return {
+        "blocktrain": blocktrain.__version__,
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def processor_name() -> str:
+    """The processor's own name where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def source_commit() -> str | None:
+    """The git commit this package runs from, with `+` when files differ from it; None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", str(folder)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

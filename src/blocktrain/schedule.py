@@ -1,0 +1,84 @@
+"""Which block is visited when. A schedule is data: it lists visits, it does not run them.
+
+Cyclic, M = 3          sweep 0      sweep 1
+ascending              0 1 2        0 1 2
+descending             2 1 0        2 1 0
+shuffled               1 0 2        2 0 1     (seeded: the same on every rank)
+fixed "0 2 1 2"        0 2 1 2      0 2 1 2
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.errors import ConfigError, nearest
+from blocktrain.units import Duration
+
+Order = Literal["ascending", "descending", "shuffled"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Visit:
+    """One stay at a block, from activation to retirement."""
+
+    index: int  # counted over the whole run
+    sweep: int
+    block: Block
+    duration: Duration  # the longest it may last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cyclic:
+    """Every block once a sweep (paper Algorithm 1, line 4), or as often as a fixed list names it.
+
+    order: `"ascending"` (default: from random weights, descending order never recovered in our measurements),
+        `"descending"`, `"shuffled"` (a new permutation each sweep, from `seed`), or a list of block indices.
+    visit: the longest a visit may last; a local-convergence rule may end it sooner.
+    sweeps: how many; None goes on until the run's own criterion stops it.
+    """
+
+    visit: Duration
+    sweeps: int | None = None
+    order: Order | Sequence[int] = "ascending"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sweeps is not None and self.sweeps < 1:
+            raise ConfigError(f"sweeps must be at least 1, not {self.sweeps}")
+        if isinstance(self.order, str):
+            if self.order not in get_args(Order):
+                raise ConfigError(f"order '{self.order}' is unknown; {nearest(self.order, get_args(Order))}")
+        elif not self.order:
+            raise ConfigError("order is an empty list; name at least one block")
+
+    def blocks_of(self, sweep: int, num_blocks: int) -> list[int]:
+        """Indices of the blocks visited in a sweep, in order."""
+        match self.order:
+            case "ascending":
+                return list(range(num_blocks))
+            case "descending":
+                return list(range(num_blocks))[::-1]
+            case "shuffled":
+                return np.random.default_rng([self.seed, sweep]).permutation(num_blocks).tolist()
+            case listed:
+                for index in listed:
+                    if not (isinstance(index, int) and 0 <= index < num_blocks):
+                        raise ConfigError(
+                            f"order names block {index!r}; the partition has blocks 0 to {num_blocks - 1}"
+                        )
+                return [int(index) for index in listed]
+
+    def visits(self, partition: Partition, *, start: int = 0) -> Iterator[Visit]:
+        """The run's visits from the `start`-th on; endless where `sweeps` is None."""
+        index = 0
+        for sweep in itertools.count() if self.sweeps is None else range(self.sweeps):
+            for block in self.blocks_of(sweep, len(partition)):
+                if index >= start:
+                    yield Visit(index=index, sweep=sweep, block=partition[block], duration=self.visit)
+                index += 1

@@ -1,0 +1,165 @@
+"""A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
+
+[model] [text] or [images] [blocks] [schedule] [stop] [optimizer] [learning_rate] [batch] [evaluation] [checkpoint]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from blocktrain.blocks.partition import Balance
+from blocktrain.data.images import ImageConfig
+from blocktrain.data.text import TextConfig
+from blocktrain.errors import ConfigError
+from blocktrain.model.load import ModelConfig
+from blocktrain.optim.learning_rate import LearningRate
+from blocktrain.optim.precision import preset
+from blocktrain.schedule import Cyclic
+from blocktrain.stopping import Plateau, RunLimit
+from blocktrain.train.schema import from_mapping, read_toml, to_mapping
+from blocktrain.units import Duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksConfig:
+    """How the model is cut. `count` blocks balanced by `balance`, or named by `patterns` (one list a block)."""
+
+    count: int = 3
+    balance: Balance = "parameters"
+    patterns: tuple[tuple[str, ...], ...] | None = None
+    frozen_dropout: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"blocks.count must be at least 1, not {self.count}; 1 is full-parameter training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Order of the blocks in a sweep, the longest a visit lasts, and optionally a rule that ends it sooner."""
+
+    visit: Duration
+    sweeps: int | None = None
+    order: Literal["ascending", "descending", "shuffled"] | tuple[int, ...] = "ascending"
+    plateau: Plateau | None = None
+
+    def __post_init__(self) -> None:
+        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order)  # its own checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """A class of `torch.optim` by name, with its learning rate and any further `options`.
+
+    weight_decay: None is the class's own default; norms and biases are left out unless `decay = "all"`.
+    state: moments between visits: "drop", "host" or "disk".
+    max_grad_norm: clip the active block's gradients to this total norm; None never clips.
+    """
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    decay: Literal["weights", "all"] = "weights"
+    state: Literal["drop", "host", "disk"] = "drop"
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError(f"lr must be positive, not {self.lr:g}")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Rows (sequences or images) of one optimizer step; `micro_rows` at a time, gradients accumulating in fp32."""
+
+    rows: int = 8
+    micro_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"rows must be at least 1, not {self.rows}")
+        if self.micro_rows is not None and (self.micro_rows < 1 or self.rows % self.micro_rows):
+            raise ConfigError(f"micro_rows = {self.micro_rows} must divide rows = {self.rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Validation loss over the first `rows` validation rows, every `every` and at the end."""
+
+    every: Duration = Duration.steps(100)
+    rows: int = 256
+    batch_rows: int = 16
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.batch_rows < 1:
+            raise ConfigError(f"rows and batch_rows must be at least 1, not {self.rows} and {self.batch_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint every `every` and at the end; the last `keep` stay."""
+
+    every: Duration = Duration.steps(500)
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keep must be at least 1, not {self.keep}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. `seed` decides weights, data order, dropout and block order."""
+
+    name: str = "run"
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "fp32"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    log_every: int = 1
+    model: ModelConfig
+    schedule: ScheduleConfig
+    text: TextConfig | None = None
+    images: ImageConfig | None = None
+    blocks: BlocksConfig = field(default_factory=BlocksConfig)
+    stop: RunLimit = field(default_factory=RunLimit)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learning_rate: LearningRate = field(default_factory=LearningRate)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.images is None):
+            raise ConfigError("a run trains on [text] or on [images]: give exactly one of the two tables")
+        if self.schedule.sweeps is None and self.stop == RunLimit():
+            raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
+        if self.log_every < 1:
+            raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must not be negative, not {self.seed}")
+        preset(self.precision)
+
+    @classmethod
+    def load(cls, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+        """Read a TOML file with `a.b=c` overrides; relative data and model folders are seen from the working folder."""
+        return cls.from_mapping(read_toml(path, overrides))
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any]) -> RunConfig:
+        """From nested dictionaries, as `to_mapping` gives them."""
+        return from_mapping(cls, values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Nested dictionaries of plain values, as stored in `run.json`."""
+        return to_mapping(self)
+
+    def with_changes(self, **changes: Any) -> RunConfig:
+        """A copy with some tables replaced."""
+        return replace(self, **changes)

@@ -1,0 +1,69 @@
+"""From a run's newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from blocktrain.errors import CheckpointError, ConfigError, storage_errors
+from blocktrain.model.resnet import ResNet
+from blocktrain.optim.precision import join
+from blocktrain.train.checkpoint import checkpoints, load_checkpoint
+from blocktrain.train.folder import RunFolder
+from blocktrain.train.job import Job, build
+
+
+def export(folder: RunFolder, out: Path) -> Path:
+    """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
+
+    Weights are written in fp32, bit for bit what training arrived at: under `bf16-exact`, too.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
+    config = folder.config()
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
+    job = build(config, folder.path)
+    load_checkpoint(found[-1], job.partition, job.optimizer)
+    _restore_masters(job)
+    temporary = out.with_name(f".{out.name}.partial")
+    with storage_errors(out):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            _save_model(job.model, temporary)
+            if job.tokenizer is not None:
+                job.tokenizer.save(temporary)
+            if out.exists():
+                out.rmdir()
+            os.rename(temporary, out)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return out
+
+
+@torch.no_grad()
+def _restore_masters(job: Job) -> None:
+    for block in job.partition:
+        for name, remainder in job.optimizer.block_remainders(block.index).items():
+            parameter = block.parameters[name]
+            parameter.data = join(parameter.data, remainder.to(parameter.device))
+
+
+def _save_model(model: nn.Module, folder: Path) -> None:
+    if isinstance(model, ResNet):
+        tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"architecture": f"resnet{model.depth}"}))
+        return
+    pretrained: Any = model
+    pretrained.cpu().save_pretrained(folder)

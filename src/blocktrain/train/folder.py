@@ -1,0 +1,107 @@
+"""A run is a folder.
+
+run.json         resolved configuration, environment, command, sessions
+events.jsonl     what happened, one record a line
+checkpoints/     see checkpoint.py
+report.html      made from events.jsonl
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from blocktrain.errors import ConfigError, storage_errors
+from blocktrain.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run's files are."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        """`events.jsonl`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """`report.html`."""
+        return self.path / "report.html"
+
+    def create(self, config: RunConfig, *, method: str, environment: dict[str, Any], command: str) -> None:
+        """Make the folder and its `run.json`; a folder that already holds a run is an error."""
+        if (self.path / "run.json").exists():
+            raise ConfigError(
+                f"'{self.path}' already holds a run; go on with 'blocktrain resume {self.path}' or choose another --out"
+            )
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._write(
+            {
+                "method": method,
+                "config": config.to_mapping(),
+                "environment": environment,
+                "command": command,
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "sessions": [],
+            }
+        )
+
+    def read(self) -> dict[str, Any]:
+        """The contents of `run.json`; raises `ConfigError` where there is none."""
+        try:
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"'{self.path}' is not the folder of a run: it has no run.json") from None
+        except ValueError as error:
+            raise ConfigError(f"'{self.path / 'run.json'}' is damaged: {error}") from None
+
+    def config(self) -> RunConfig:
+        """The configuration the run was started with."""
+        return RunConfig.from_mapping(self.read()["config"])
+
+    def add_session(self, *, step: int) -> None:
+        """Note in `run.json` (not in the log, which must come out the same) that training goes on at `step`."""
+        contents = self.read()
+        contents["sessions"].append({"started": datetime.now(UTC).isoformat(timespec="seconds"), "step": step})
+        self._write(contents)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep a second process from training into the same folder; the lock goes with the process."""
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ConfigError(
+                f"another process is training in '{self.path}'; wait for it or choose another --out"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _write(self, contents: dict[str, Any]) -> None:
+        path = self.path / "run.json"
+        with storage_errors(path):
+            temporary = path.with_suffix(".partial")
+            temporary.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+            os.replace(temporary, path)

@@ -1,0 +1,37 @@
+"""Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class StopRequest:
+    """The signal that came, if one did."""
+
+    signal_number: int | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Catch SIGINT and SIGTERM inside the `with`. Outside the main thread nothing is caught."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def note(number: int, _frame: object) -> None:
+        if request.signal_number is not None:
+            raise KeyboardInterrupt
+        request.signal_number = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

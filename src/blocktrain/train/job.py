@@ -1,0 +1,167 @@
+"""From a configuration to everything a run needs, checked before the first step: what cannot work fails here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blocktrain.blocks.block import Partition
+from blocktrain.blocks.partition import partition
+from blocktrain.data.images import ImageConfig, open_images
+from blocktrain.data.order import RowOrder
+from blocktrain.data.text import TextConfig, open_text
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.model.load import load_model
+from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.optim.decay import norms_and_biases, nothing
+from blocktrain.optim.precision import preset
+from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.runtime import pick_device, seed_everything
+from blocktrain.schedule import Cyclic
+from blocktrain.stopping import FullLength, VisitRule
+from blocktrain.train.config import OptimizerConfig, RunConfig
+from blocktrain.train.task import Task
+from blocktrain.units import Pace
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands."""
+
+    config: RunConfig
+    device: torch.device
+    model: nn.Module
+    partition: Partition
+    optimizer: BlockOptimizer
+    task: Task
+    order: RowOrder
+    schedule: Cyclic
+    rule: VisitRule
+    pace: Pace
+    tokenizer: Tokenizer | None
+
+    @property
+    def total_steps(self) -> int | None:
+        """The most steps the run can take; None where nothing but a loss or the clock ends it."""
+        limits = []
+        if self.config.stop.duration is not None:
+            limits.append(self.config.stop.duration.in_steps(self.pace))
+        if self.schedule.sweeps is not None:
+            visits = self.schedule.sweeps * len(self.schedule.blocks_of(0, len(self.partition)))
+            limits.append(visits * self.schedule.visit.in_steps(self.pace))
+        return min(limits, default=None)
+
+
+def build(config: RunConfig, folder: Path) -> Job:
+    """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk."""
+    device = pick_device(config.device)
+    task, tokenizer = _open_task(config)
+    seed_everything(config.seed)
+    model = load_model(
+        config.model,
+        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        row_tokens=None if config.text is None else config.text.row_tokens,
+        num_classes=task.num_classes,
+    ).to(device)
+    batch = task.train.batch([0])
+    blocks = config.blocks
+    parts = partition(
+        model,
+        num_blocks=None if blocks.patterns else blocks.count,
+        patterns=blocks.patterns,
+        balance=blocks.balance,
+        batch=batch,
+    )
+    schedule = Cyclic(
+        visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
+    )
+    schedule.blocks_of(0, len(parts))  # a list of blocks is checked against the partition now
+    rows = config.batch.rows
+    if rows > len(task.train):
+        raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
+    job = Job(
+        config=config,
+        device=device,
+        model=model,
+        partition=parts,
+        optimizer=_optimizer(config, parts, folder),
+        task=task,
+        order=RowOrder(len(task.train), seed=config.seed),
+        schedule=schedule,
+        rule=config.schedule.plateau or FullLength(),
+        pace=Pace(tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=len(task.train)),
+        tokenizer=tokenizer,
+    )
+    # A shape that needs the run's length says so now, not after the first visit.
+    config.learning_rate.factor(0, total=job.total_steps, visit_step=0)
+    return job
+
+
+def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
+    if isinstance(config.text, TextConfig):
+        text = open_text(config.text)
+        task = Task(
+            unit="tokens",
+            train=text.train,
+            validation=text.validation,
+            units_per_row=config.text.row_tokens,
+            bytes_per_token=text.validation.bytes_per_token,
+        )
+        return task, text.tokenizer
+    assert isinstance(config.images, ImageConfig)
+    images = open_images(config.images, seed=config.seed)
+    task = Task(
+        unit="images",
+        train=images.train,
+        validation=images.validation,
+        units_per_row=1,
+        num_classes=images.num_classes,
+    )
+    return task, None
+
+
+def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
+    options = config.optimizer
+    cls = _optimizer_class(options.name)
+    keywords: dict[str, Any] = {"lr": options.lr, **options.options}
+    if options.weight_decay is not None:
+        keywords["weight_decay"] = options.weight_decay
+    try:
+        cls([nn.Parameter(torch.zeros(1, 1))], **keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[optimizer] torch.optim.{options.name} refuses these settings: {error}") from error
+    return BlockOptimizer(
+        parts,
+        cls,
+        state=_store(options, folder),
+        precision=preset(config.precision),
+        undecayed=norms_and_biases if options.decay == "weights" else nothing,
+        frozen_dropout=config.blocks.frozen_dropout,
+        **keywords,
+    )
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    known = {
+        key
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    } - {"LBFGS", "SparseAdam"}  # LBFGS needs a closure, SparseAdam sparse gradients
+    if name not in known:
+        raise ConfigError(f"optimizer.name '{name}' is not a class of torch.optim; {nearest(name, known)}")
+    return getattr(torch.optim, name)
+
+
+def _store(options: OptimizerConfig, folder: Path) -> StateStore:
+    match options.state:
+        case "drop":
+            return Drop()
+        case "host":
+            return KeepOnHost()
+        case "disk":
+            return KeepOnDisk(folder / "state")

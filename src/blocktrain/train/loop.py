@@ -1,0 +1,236 @@
+"""The loop: Algorithm 1 of the paper with everything a long run needs around it.
+
+    for visit in schedule:                    which block, in which order
+        with optimizer.visit(block):          freeze, unfreeze, build, restore
+            until the visit is over:
+                one step                      step.py
+                evaluate when due             task.py
+                ask the rules                 stopping.py
+                checkpoint when due           checkpoint.py
+
+What a step does is a function of the weights, the seed and the step's number: data rows, augmentation and dropout
+follow from them. So a run that was killed and resumed ends as one that was not, bit for bit, and so does its log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blocktrain.errors import Interrupted
+from blocktrain.events import Event, EventLog, read_events
+from blocktrain.runtime import peak_memory_bytes
+from blocktrain.schedule import Visit
+from blocktrain.stopping import Observation
+from blocktrain.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.folder import RunFolder
+from blocktrain.train.interrupt import StopRequest
+from blocktrain.train.job import Job
+from blocktrain.train.measure import opening_events
+from blocktrain.train.progress import Progress
+from blocktrain.train.step import StepResult, train_step
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class Loop:
+    """A job on its way: where it stands, and where it writes."""
+
+    job: Job
+    folder: RunFolder
+    method: str = "bcd"
+    listeners: Sequence[Listener] = ()
+    stop: StopRequest = field(default_factory=StopRequest)
+    progress: Progress = field(default_factory=Progress)
+    _log: EventLog | None = None
+    _started: float = 0.0
+    _step_flops: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
+        checkpoint written; any other error leaves the last checkpoint as it was."""
+        saved = self._restore()
+        self._started = time.perf_counter() - self.progress.seconds
+        self._log = EventLog(self.folder.events, length=saved)
+        self.folder.add_session(step=self.progress.step)
+        try:
+            self._open(resumed=saved > 0)
+            self._train()
+        finally:
+            self._log.close()
+
+    def _open(self, *, resumed: bool) -> None:
+        """The records `run` and `cost`: counted at the start, read back from the log later."""
+        opening = read_events(self.folder.events)[:2] if resumed else opening_events(self.job, self.method)
+        self._step_flops = opening[1]["flops"]["blocks"]
+        for event in opening:
+            (self._tell if resumed else self._emit)(event)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        job, progress = self.job, self.progress
+        if progress.evaluated is None:
+            self._evaluate_and_log()
+        for visit in job.schedule.visits(job.partition, start=progress.visit):
+            if progress.run_over:
+                break
+            with job.optimizer.visit(visit.block):
+                self._visit(visit)
+            self._retire(visit)
+        self._finish()
+
+    def _visit(self, visit: Visit) -> None:
+        """Steps until the visit or the run is over."""
+        progress, config, pace = self.progress, self.job.config, self.job.pace
+        longest = visit.duration.in_steps(pace)
+        evaluate_every, save_every = config.evaluation.every.in_steps(pace), config.checkpoint.every.in_steps(pace)
+        if progress.visit_step == 0:
+            progress.rule, progress.sweep = self.job.rule.start(), visit.sweep
+            self._emit({"kind": "visit", **self._place(visit), **self._now()})
+        while not (progress.visit_over or progress.run_over):
+            result = train_step(self.job, step=progress.step, visit_step=progress.visit_step, rank=0, world_size=1)
+            self._advance(visit, result)
+            evaluated = progress.step % evaluate_every == 0
+            if evaluated:
+                self._evaluate_and_log()
+            self._ask_rules(longest, result, evaluated)
+            if self.stop.signal_number is not None:
+                self._save()
+                self._interrupted(self.stop.signal_number)
+            if progress.step % save_every == 0:
+                self._save()
+        progress.optimizer_bytes = max(progress.optimizer_bytes, self.job.optimizer.state_bytes())
+
+    def _advance(self, visit: Visit, result: StepResult) -> None:
+        """Count a step and log it."""
+        progress = self.progress
+        progress.step += 1
+        progress.visit_step += 1
+        progress.tokens += self.job.pace.tokens_per_step
+        progress.flops += self._step_flops[visit.block.index]
+        event = {
+            "kind": "step",
+            **self._now(),
+            **self._place(visit),
+            **result.to_event(),
+        }
+        logged = progress.step % self.job.config.log_every == 0 or result.skipped
+        (self._emit if logged else self._tell)(event)
+
+    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool) -> None:
+        """Is the visit over? Is the run?"""
+        job, progress = self.job, self.progress
+        validation = progress.score["loss"] if evaluated else None
+        seen = Observation(visit_step=progress.visit_step, loss=result.loss, validation_loss=validation)
+        if not result.skipped:
+            progress.rule, progress.visit_over = job.rule.update(progress.rule, seen, job.pace)
+        if progress.visit_over is None and progress.visit_step >= longest:
+            progress.visit_over = f"{job.schedule.visit} done"
+        progress.run_over = job.config.stop.reached(
+            step=progress.step, seconds=self._seconds(), validation_loss=validation, pace=job.pace
+        )
+
+    def _retire(self, visit: Visit) -> None:
+        progress = self.progress
+        reason = progress.visit_over or progress.run_over
+        self._emit({"kind": "retire", **self._place(visit), **self._now(), "reason": reason})
+        progress.visit, progress.visit_step, progress.visit_over = visit.index + 1, 0, None
+
+    def _finish(self) -> None:
+        """The last evaluation, checkpoint and record."""
+        progress = self.progress
+        progress.run_over = progress.run_over or f"{self.job.schedule.sweeps} sweeps done"
+        if progress.evaluated != progress.step:
+            self._evaluate_and_log()
+        self._save()
+        self._emit(
+            {
+                "kind": "end",
+                "reason": progress.run_over,
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "sweeps": progress.sweep + 1,
+                "seconds": self._seconds(),
+                **progress.score,
+                "optimizer_bytes": progress.optimizer_bytes,
+                "flops": progress.flops,
+                "peak_memory_bytes": peak_memory_bytes(self.job.device),
+            }
+        )
+
+    # -- its parts ------------------------------------------------------------------------------------------------
+
+    def _evaluate_and_log(self) -> None:
+        """Score the model as it is, with every layer in eval mode, and put the layers' modes back."""
+        job, progress, settings = self.job, self.progress, self.job.config.evaluation
+        modes = {module: module.training for module in job.model.modules()}
+        job.model.eval()
+        try:
+            score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        progress.evaluated, progress.score = progress.step, score.to_event()
+        block = job.optimizer.active
+        self._emit(
+            {
+                "kind": "evaluation",
+                **self._now(),
+                "visit": progress.visit,
+                "block": None if block is None else block.index,
+                **progress.score,
+            }
+        )
+
+    def _save(self) -> Path:
+        assert self._log is not None
+        self._log.sync()
+        self.progress.seconds = self._seconds()
+        return save_checkpoint(
+            self.folder.checkpoints,
+            progress=self.progress,
+            log_bytes=self._log.length(),
+            partition=self.job.partition,
+            optimizer=self.job.optimizer,
+            keep=self.job.config.checkpoint.keep,
+        )
+
+    def _restore(self) -> int:
+        """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""
+        found = checkpoints(self.folder.checkpoints)
+        if not found:
+            return 0
+        saved = load_checkpoint(found[-1], self.job.partition, self.job.optimizer)
+        self.progress = saved.progress
+        return saved.log_bytes
+
+    def _interrupted(self, number: int) -> None:
+        raise Interrupted(
+            f"stopped at step {self.progress.step}; go on with: blocktrain resume {self.folder.path}",
+            signal_number=number,
+        )
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._started, 4)
+
+    def _now(self) -> dict[str, Any]:
+        return {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": self._seconds()}
+
+    @staticmethod
+    def _place(visit: Visit) -> dict[str, int]:
+        return {"visit": visit.index, "sweep": visit.sweep, "block": visit.block.index}
+
+    def _emit(self, event: Event) -> None:
+        """Log an event and tell it to the listeners."""
+        assert self._log is not None
+        self._log.append(event)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)

@@ -1,0 +1,92 @@
+"""What a run's first records say: what is trained, and what a step of it costs beside a step of full training.
+
+FLOPs and bytes are counted, not estimated: on a copy of the model without memory, with each block active in turn,
+and with everything active for comparison. The closed form stands beside the count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from blocktrain.blocks.activation import activate, release
+from blocktrain.blocks.block import Block
+from blocktrain.events import Event
+from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
+from blocktrain.model.flops import StepCounter
+from blocktrain.train.job import Job
+
+
+def opening_events(job: Job, method: str) -> list[Event]:
+    """The records `run` and `cost` (see `report/run.py` for their fields)."""
+    return [_run_event(job, method), {"kind": "cost", **_costs(job)}]
+
+
+def _run_event(job: Job, method: str) -> Event:
+    return {
+        "kind": "run",
+        "method": method,
+        "name": job.config.name,
+        "model": type(job.model).__name__,
+        "parameters": job.partition.num_parameters,
+        "unit": job.task.unit,
+        "tokens_per_step": job.pace.tokens_per_step,
+        "rows_per_step": job.pace.rows_per_step,
+        "steps_planned": job.total_steps,
+        "optimizer": job.config.optimizer.name,
+        "precision": job.config.precision,
+        "state": job.config.optimizer.state,
+        "blocks": [
+            {
+                "index": block.index,
+                "first": block.layers[0].name,
+                "last": block.layers[-1].name,
+                "layers": len(block.layers),
+                "parameters": block.num_parameters,
+            }
+            for block in job.partition
+        ],
+    }
+
+
+def _costs(job: Job) -> dict[str, Any]:
+    """FLOPs and bytes of one optimizer step: all blocks active, and each alone."""
+    rows = job.config.batch.micro_rows or job.config.batch.rows
+    micro_steps = job.config.batch.rows // rows
+    batch = job.task.train.batch(range(rows))
+    batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
+    layers = layer_costs(job.partition.chain, batch)
+    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.partition)]
+    return {
+        "flops": {
+            "full": whole["flops"],
+            "blocks": [block["flops"] for block in blocks],
+            "theory_full": whole["theory"],
+            "theory_blocks": [block["theory"] for block in blocks],
+        },
+        "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
+    }
+
+
+def _cost(
+    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: int
+) -> dict[str, Any]:
+    activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
+    counter = StepCounter(job.model, batch)
+    release(job.partition)
+    step = counter.measure(block.parameters)
+    active = [index for index, layer in enumerate(job.partition.chain.layers) if layer in block.layers]
+    scalars = block.num_parameters
+    master = 4 * scalars if job.optimizer.precision.remainder == "host" else 0
+    return {
+        "flops": step.flops * micro_steps,
+        "theory": theoretical_step_flops(layers, active) * micro_steps,
+        "memory": {
+            "weights": sum(p.nbytes for p in job.model.parameters()) + sum(b.nbytes for b in job.model.buffers()),
+            "master": master,
+            "gradients": master or sum(p.nbytes for p in block.parameters.values()),
+            "optimizer": job.optimizer.predicted_state_bytes(block),
+            "activations": step.saved_bytes,
+        },
+    }

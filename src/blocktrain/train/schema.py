@@ -1,0 +1,163 @@
+"""Strict mapping from TOML onto dataclasses and back: the dataclasses are the truth, there is no second schema.
+
+An unknown key is an error that names the nearest known one; a value of the wrong type is an error that says where it
+stands and what was expected. Every error reads `optimizer.lr: ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from blocktrain.errors import ConfigError, nearest
+from blocktrain.units import Duration
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+    """Build dataclass `cls` from nested mappings; `where` is the dotted key of `values` in the file."""
+    hints = typing.get_type_hints(cls)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, known)}")
+    converted = {key: _convert(known[key], value, _join(where, key)) for key, value in values.items()}
+    try:
+        return cls(**converted)
+    except ConfigError as error:
+        raise ConfigError(f"[{where}] {error}" if where else str(error)) from None
+    except TypeError:
+        missing = [field.name for field in dataclasses.fields(cls) if _required(field) and field.name not in values]  # pyright: ignore[reportArgumentType]
+        raise ConfigError(f"key '{_join(where, missing[0])}' is missing") from None
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The inverse: plain dictionaries, lists, strings and numbers; keys that are None are left out."""
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        if isinstance(value, Duration):
+            number = int(value.value) if float(value.value).is_integer() else value.value
+            value = f"{number} {value.unit}"
+        elif dataclasses.is_dataclass(value):
+            value = to_mapping(value)
+        result[field.name] = _lists(value)
+    return result
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping in a TOML file, with `key.sub=value` overrides applied."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"configuration '{path}' does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration '{path}' cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration '{path}' is not TOML: {error}") from None
+    return override(values, overrides)
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply `a.b=c`; `c` is read as TOML, and as plain text where it is not TOML."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not equals or not all(path):
+            raise ConfigError(f"--set '{text}' is not of the form a.b=c")
+        table = values
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"--set '{text}': '{part}' is a value, not a table")
+        table[path[-1]] = _toml_value(value.strip())
+    return values
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if value in arguments and type(value) in {type(choice) for choice in arguments}:
+            return value
+        hint = nearest(str(value), [str(choice) for choice in arguments])
+        raise ConfigError(f"{where}: {value!r} is not one of its values; {hint}")
+    if kind is Duration:
+        return _duration(value, where)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
+        return from_mapping(typing.cast(type, kind), value, where=where)
+    if origin in (list, tuple) or kind in (list, tuple):
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list, not {value!r}")
+        kind_of_item = arguments[0] if arguments else Any
+        return tuple(_convert(kind_of_item, item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is dict or kind is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
+        return dict(value)
+    return _scalar(kind, value, where)
+
+
+def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    """The first alternative that takes the value; where none does, the last one's complaint (of those for lists, where
+    the value is a list; of the others, where it is not)."""
+    choices = [kind for kind in kinds if kind is not type(None)]
+    choices.sort(key=lambda kind: (get_origin(kind) in (list, tuple)) == isinstance(value, list))
+    for kind in choices[:-1]:
+        try:
+            return _convert(kind, value, where)
+        except ConfigError:
+            continue
+    return _convert(choices[-1], value, where)
+
+
+def _duration(value: Any, where: str) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
+    try:
+        return Duration.parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is Any:
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {value!r}")
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

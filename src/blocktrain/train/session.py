@@ -1,0 +1,39 @@
+"""Starting, resuming and reporting a run: what the command line and other programs call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from blocktrain.runtime import environment
+from blocktrain.train.config import RunConfig
+from blocktrain.train.folder import RunFolder
+from blocktrain.train.interrupt import stop_requests
+from blocktrain.train.job import build
+from blocktrain.train.loop import Listener, Loop
+
+
+def run(
+    config: RunConfig, out: Path, *, method: str = "bcd", listeners: Sequence[Listener] = (), command: str = ""
+) -> RunFolder:
+    """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
+
+    Nothing is written before the whole configuration, data and model have been checked.
+    """
+    folder = RunFolder(Path(out))
+    job = build(config, folder.path)
+    with folder.lock():
+        folder.create(config, method=method, environment=environment(job.device), command=command)
+        with stop_requests() as stop:
+            Loop(job=job, folder=folder, method=method, listeners=listeners, stop=stop).run()
+    return folder
+
+
+def resume(out: Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
+    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet."""
+    folder = RunFolder(Path(out))
+    contents = folder.read()
+    job = build(folder.config(), folder.path)
+    with folder.lock(), stop_requests() as stop:
+        Loop(job=job, folder=folder, method=contents["method"], listeners=listeners, stop=stop).run()
+    return folder

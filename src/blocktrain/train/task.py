@@ -1,0 +1,78 @@
+"""What a model is trained for, next tokens or image classes: rows to a loss, validation rows to a score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Tensor]
+
+
+class Rows(Protocol):
+    """Training or validation rows by index; `variant` selects the augmentation of an image."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, Tensor]:
+        """Keyword arguments of the model's forward call for these rows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A mean over validation rows. `loss` in nats per token (or image)."""
+
+    loss: float
+    loss_per_byte: float | None = None
+    accuracy: float | None = None
+
+    def to_event(self) -> dict[str, Any]:
+        """As the fields of an evaluation record."""
+        return {"loss": self.loss, "loss_per_byte": self.loss_per_byte, "accuracy": self.accuracy}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Rows to train on, rows to evaluate on, and what one row counts for.
+
+    unit_per_row: tokens in a row of text, 1 for an image. bytes_per_token: of the validation text, where it is text.
+    """
+
+    unit: Literal["tokens", "images"]
+    train: Rows
+    validation: Rows
+    units_per_row: int
+    bytes_per_token: float | None = None
+    num_classes: int | None = None
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss of a batch (0-d, differentiable): the model's own, as Hugging Face models return it."""
+        return model(**batch).loss
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, *, rows: int, batch_rows: int, device: torch.device) -> Score:
+        """Mean loss over the first `rows` validation rows. The model must be in eval mode."""
+        rows = min(rows, len(self.validation))
+        losses, correct = [], 0
+        for start in range(0, rows, batch_rows):
+            indices = range(start, min(start + batch_rows, rows))
+            batch = to_device(self.validation.batch(indices), device)
+            output = model(**batch)
+            losses.append(output.loss.item() * len(indices))
+            if self.unit == "images":
+                correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
+        loss = math.fsum(losses) / rows
+        if self.unit == "images":
+            return Score(loss=loss, accuracy=correct / rows)
+        return Score(loss=loss, loss_per_byte=None if self.bytes_per_token is None else loss / self.bytes_per_token)
+
+
+def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """The batch on `device`, copied without waiting where the host memory allows it."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,123 @@
+"""Quantities with their units: how long something lasts, and bytes, counts and seconds as people read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from blocktrain.errors import ConfigError
+
+Unit = Literal["steps", "tokens", "epochs"]
+
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
+_QUANTITY = re.compile(rf"^\s*({_NUMBER})\s*([kmbgt]?)\s*(step|token|epoch)s?\s*$", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What one optimizer step consumes; turns tokens and epochs into steps.
+
+    For images a token is one image.
+    """
+
+    tokens_per_step: int
+    rows_per_step: int
+    rows_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in one unit, instead of three competing maxima.
+
+    >>> Duration.parse("1.5M tokens")
+    Duration(value=1500000.0, unit='tokens')
+    >>> Duration.steps(100).in_steps(Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=40))
+    100
+    >>> Duration.epochs(2).in_steps(Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42))
+    21
+    """
+
+    value: float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if not (self.value > 0 and math.isfinite(self.value)):
+            raise ConfigError(f"a duration must be a positive number, not {self.value:g} {self.unit}")
+
+    @classmethod
+    def steps(cls, value: float) -> Duration:
+        """`value` optimizer steps."""
+        return cls(value, "steps")
+
+    @classmethod
+    def tokens(cls, value: float) -> Duration:
+        """`value` training tokens (images, for an image model)."""
+        return cls(value, "tokens")
+
+    @classmethod
+    def epochs(cls, value: float) -> Duration:
+        """`value` passes over the training rows."""
+        return cls(value, "epochs")
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        """Read `"100 steps"`, `"1.5M tokens"` or `"2 epochs"`; raises `ConfigError` for anything else."""
+        match = _QUANTITY.match(text)
+        if match is None:
+            raise ConfigError(f"'{text}' is not a duration; write for example '100 steps', '1.5M tokens' or '2 epochs'")
+        number, suffix, unit = match.groups()
+        value = float(number.replace("_", "")) * _SUFFIX[suffix.lower()]
+        match unit.lower():
+            case "step":
+                return cls.steps(value)
+            case "token":
+                return cls.tokens(value)
+            case _:
+                return cls.epochs(value)
+
+    def in_steps(self, pace: Pace) -> int:
+        """Optimizer steps, rounded up, at least one."""
+        match self.unit:
+            case "steps":
+                steps = self.value
+            case "tokens":
+                steps = self.value / pace.tokens_per_step
+            case "epochs":
+                steps = self.value * pace.rows_per_epoch / pace.rows_per_step
+        return max(1, math.ceil(steps - 1e-9))
+
+    def __str__(self) -> str:
+        return f"{format_count(self.value)} {self.unit}"
+
+
+def format_bytes(count: float) -> str:
+    """Binary units: `format_bytes(3 * 2**20) == '3.0 MiB'`."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def format_count(count: float) -> str:
+    """Decimal units: `format_count(1_500_000) == '1.5M'`, `format_count(100) == '100'`."""
+    if abs(count) >= 1e4:
+        count = float(f"{count:.3g}")  # first, so that 999,999 is 1M and not 1000k
+    for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(count) >= size:
+            scaled = count / (1e3 if suffix == "k" else size)
+            return f"{scaled:g}{suffix}"
+    return f"{count:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`format_seconds(3725) == '1h 02m'`, `format_seconds(75) == '1m 15s'`, `format_seconds(2.5) == '2.5s'`."""
+    if round(seconds) < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m"

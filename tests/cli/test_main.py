@@ -1,0 +1,225 @@
+"""The command line as a person meets it: what it prints, what it leaves behind, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blocktrain.cli.main import main
+
+
+@pytest.fixture
+def config_file(tiny_mapping: dict[str, Any], tmp_path: Path) -> Path:
+    """The tiny run as a TOML file."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(_toml(tiny_mapping))
+    return path
+
+
+def _toml(values: dict[str, Any], prefix: str = "") -> str:
+    plain = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    tables = [
+        f"[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}"
+        for key, value in values.items()
+        if isinstance(value, dict)
+    ]
+    return "\n".join([*plain, *tables])
+
+
+def test_help_answers_in_half_a_second() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        text = subprocess.check_output([sys.executable, "-m", "blocktrain", "--help"], text=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+    for command in ("train", "resume", "compare", "report", "export", "doctor"):
+        assert command in text
+
+
+def test_train_prints_the_table_and_the_report(config_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "block 0  embedding" in out
+    assert "validation loss, nats per byte" in out
+    assert "counted" in out
+    assert out.strip().endswith(f"report  {tmp_path / 'run' / 'report.html'}")
+    assert "<html" in (tmp_path / "run" / "report.html").read_text()[:200]
+
+
+def test_json_is_json_and_nothing_else(config_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (run,) = result["runs"]
+    assert run["steps"] == 12
+    assert result["report"].endswith("report.html")
+    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"] == [run]
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtypes"]["float32"] is True
+
+
+def test_the_default_folder_is_numbered(config_file: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--set", "schedule.visit=1 steps", "--json"]
+    for name in ("tiny", "tiny-2"):
+        assert main(["train", str(config_file), *short]) == 0
+        assert (tmp_path / "runs" / name / "run.json").is_file()
+
+
+def test_export_loads_with_from_pretrained(config_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run"), "--set", "precision=bf16-exact"]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.float32
+    (end,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1:]]
+    from blocktrain.data.text import open_text
+    from blocktrain.train.folder import RunFolder
+
+    config = RunFolder(tmp_path / "run").config().text
+    assert config is not None
+    rows = open_text(config).validation
+    model.eval()
+    with torch.no_grad():
+        losses = [float(model(**rows.batch(range(start, start + 4))).loss) for start in (0, 4)]
+    assert sum(losses) / 2 == pytest.approx(end["loss"], rel=2e-3)  # the run computed in bf16, the export is fp32
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 2
+    assert "already exists and is not empty" in capsys.readouterr().err
+
+
+def test_compare_trains_both_on_the_same_tokens(config_file: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "both"
+    assert main(["compare", str(config_file), "--out", str(out), "--json"]) == 0
+    full, bcd = json.loads(capsys.readouterr().out)["runs"]
+    assert full["tokens"] == bcd["tokens"]
+    assert full["blocks"] == 1
+    assert bcd["blocks"] == 3
+    assert (out / "report.html").is_file()
+    assert main(["compare", str(config_file), "--out", str(out)]) == 0  # again: nothing is trained anew
+    assert "B-F multiplier" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path: Path, number: int, code: int) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "blocktrain", "train", str(config_file), "--out", str(run)),
+            *("--set", "schedule.visit=100000 steps"),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    while not ((run / "events.jsonl").exists() and '"step":3,' in (run / "events.jsonl").read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"go on with: blocktrain resume {run}" in errors
+    assert "Traceback" not in errors
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+BAD = {
+    "unknown key": (["--set", "optimizer.learning_rate=1"], "unknown key 'optimizer.learning_rate'; known: decay, lr"),
+    "mistyped key": (
+        ["--set", "optimizer.weight_deacy=1"],
+        "unknown key 'optimizer.weight_deacy'; did you mean 'weight_decay'?",
+    ),
+    "wrong type": (["--set", "batch.rows=many"], "batch.rows must be a whole number, not 'many'"),
+    "no blocks": (["--set", "blocks.count=0"], "blocks.count must be at least 1, not 0"),
+    "too many blocks": (["--set", "blocks.count=99"], "99 blocks need at least 99 layers; the model has 6"),
+    "pattern": (["--set", 'blocks.patterns=[["h.0"], ["*"]]'], "pattern 'h.0' of block 0 matches no layer"),
+    "long rows": (["--set", "text.row_tokens=99"], "text.row_tokens = 99 is longer than the model's 16 positions"),
+    "small vocabulary": (
+        ["--set", "model.config.vocab_size=100"],
+        "vocabulary (100) is smaller than the tokenizer's (257)",
+    ),
+    "missing data": (["--set", "text.source=nowhere.txt"], "nowhere.txt"),
+    "unknown model": (
+        ["--set", "model.architecture=gtp2"],
+        "model.architecture 'gtp2' is unknown; did you mean 'gpt2'?",
+    ),
+    "unknown setting": (
+        ["--set", "model.config.layers=2"],
+        "unknown key 'model.config.layers' for architecture 'gpt2'",
+    ),
+    "unknown optimizer": (["--set", "optimizer.name=AdamV"], "'AdamV' is not a class of torch.optim; did you mean"),
+    "bad option": (["--set", "optimizer.options.beta=3"], "torch.optim.AdamW refuses these settings"),
+    "duration": (["--set", "schedule.visit=10 bananas"], "schedule.visit: '10 bananas' is not a duration"),
+    "order": (["--set", "schedule.order=[0, 7]"], "order names block 7; the partition has blocks 0 to 2"),
+    "endless": (["--set", "schedule.sweeps=0"], "sweeps must be at least 1"),
+    "batch": (["--set", "batch.rows=100000"], "only"),
+    "micro batch": (["--set", "batch.micro_rows=3"], "micro_rows = 3 must divide rows = 4"),
+    "device": (["--set", "device=cuda:7"], "device 'cuda:7' cannot be used here"),
+    "precision": (["--set", "precision=fp23"], "precision 'fp23' is unknown; did you mean 'fp32'?"),
+    "no equals sign": (["--set", "batch"], "--set 'batch' is not of the form a.b=c"),
+    "resnet on text": (["--set", "model.architecture=resnet20"], "'resnet20' classifies images; give [images]"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_message_and_leaves_nothing(
+    config_file: Path, tmp_path: Path, capsys, arguments: list[str], message: str
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(config_file), "--out", str(run), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("blocktrain: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert not run.exists()
+
+
+def test_bad_files_are_one_message(tmp_path: Path, capsys) -> None:
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    cases = [
+        (["train", str(tmp_path / "none.toml")], "does not exist"),
+        (["train", str(tmp_path / "bad.toml")], "is not TOML"),
+        (["resume", str(tmp_path)], "is not the folder of a run"),
+        (["report", str(tmp_path)], "does not exist"),
+        (["export", str(tmp_path), str(tmp_path / "x")], "is not the folder of a run"),
+    ]
+    for arguments, message in cases:
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_a_run_is_never_overwritten(config_file: Path, tmp_path: Path, capsys) -> None:
+    short = ["--set", "schedule.visit=1 steps"]
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run"), *short]) == 0
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run"), *short]) == 2
+    assert "already holds a run; go on with 'blocktrain resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_one_message(config_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run")]) == 0
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    (newest / "weights-1.safetensors").write_bytes(b"junk")
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert "is damaged: its checksum is wrong; delete" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    from blocktrain.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        main(["train", str(tmp_path / "none.toml"), "--debug"])

@@ -1,0 +1,121 @@
+"""Cache folders: whole or not there, built by one process at a time, built anew after a change."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.errors import DataError, StorageError
+
+
+def _write(folder):
+    (folder / "data").write_text("whole")
+
+
+def _never(folder):
+    raise AssertionError(f"{folder} built again")
+
+
+def _write_second(folder):
+    (folder / "data").write_text("second")
+
+
+def _write_large(folder):
+    (folder / "data").write_bytes(bytes(10_000))
+
+
+def _folders(home):
+    return [path.name for place in home.iterdir() for path in place.iterdir() if path.is_dir()]
+
+
+def test_built_once_then_found(tmp_path):
+    folder = cached_folder(tmp_path, "text", key={"a": 1}, state=[1], write=_write)
+    assert cached_folder(tmp_path, "text", key={"a": 1}, state=[1], write=_never) == folder
+    assert (folder / "data").read_text() == "whole"
+    assert cached_folder(tmp_path, "text", key={"a": 2}, state=[1], write=_write) != folder
+
+
+def test_another_state_replaces_the_folder_and_leaves_open_files_readable(tmp_path):
+    old = cached_folder(tmp_path, "text", key="k", state=1, write=_write)
+    with (old / "data").open() as still_open:
+        new = cached_folder(tmp_path, "text", key="k", state=2, write=_write)
+        assert _folders(tmp_path) == [new.name]
+        assert still_open.read() == "whole"
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    def fail(folder):
+        _write(folder)
+        raise DataError("line 7 is wrong")
+
+    with pytest.raises(DataError, match="line 7"):
+        cached_folder(tmp_path, "text", key="k", state=1, write=fail)
+    assert _folders(tmp_path) == []
+
+
+def _build_and_die(home):
+    def write(folder):
+        _write(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    cached_folder(home, "text", key="k", state=1, write=write)
+
+
+def test_killed_half_way(tmp_path):
+    """SIGKILL runs no cleanup: the half stays on disk, is never used, and goes with the next build."""
+    process = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(tmp_path,))
+    process.start()
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = _folders(tmp_path)
+    assert left.endswith(".part")
+    folder = cached_folder(tmp_path, "text", key="k", state=1, write=_write_second)
+    assert _folders(tmp_path) == [folder.name]
+    assert (folder / "data").read_text() == "second"
+
+
+def _build_and_count(home, barrier, log):
+    def write(folder):
+        with log.open("a") as file:
+            file.write("built\n")
+        _write(folder)
+
+    barrier.wait(20)
+    folder = cached_folder(home, "text", key="k", state=1, write=write)
+    assert (folder / "data").read_text() == "whole"
+
+
+def test_of_racing_processes_one_builds(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, log = context.Barrier(4), tmp_path / "log"
+    workers = [context.Process(target=_build_and_count, args=(tmp_path / "home", barrier, log)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
+    assert log.read_text() == "built\n"
+
+
+def test_no_room_is_a_storage_error(tmp_path, no_file_larger_than):
+    with no_file_larger_than(4096), pytest.raises(StorageError, match="no room left while writing"):
+        cached_folder(tmp_path, "text", key="k", state=1, write=_write_large)
+    assert _folders(tmp_path) == []
+
+
+def test_a_home_that_cannot_be_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot write '.*file/text-"):
+        cached_folder(tmp_path / "file", "text", key="k", state=1, write=_write)
+
+
+def test_default_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_home() == tmp_path / "blocktrain"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert default_home() == tmp_path / "me" / ".cache" / "blocktrain"

@@ -1,0 +1,226 @@
+"""The page as a whole: self-contained, escaped, small, and there for every state a run can be in."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from blocktrain.errors import DataError, StorageError
+from blocktrain.report import write_report
+
+MakeRun = Callable[..., Path]
+
+VOID = {"meta", "br", "img", "input", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would see; fails on elements that do not close in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.scripts: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type") or "", ""))
+        if tag not in VOID and not (self.get_starttag_text() or "").endswith("/>"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def report(tmp_path: Path, *folders: Path) -> tuple[str, Page]:
+    text = write_report(list(folders), tmp_path / "report.html").read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_one_run_in_one_sentence(tmp_path: Path, make_run: MakeRun):
+    _, page = report(tmp_path, make_run())
+    assert "GPT-2, 1.3M parameters in 3 blocks; 9 visits, 900 steps, 3.69M tokens in" in page.text
+    # 2 F (1 + 2/3 + 1/3) of 3 F is 0.667; the log counts 0.7 % more; 500,000 parameters at 8 bytes of moments.
+    assert (
+        "a step cost 0.671 of a full step's FLOPs (formula 0.667); optimizer state 3.8 MiB instead of 9.9 MiB."
+        in page.text
+    )
+    for title in ("Loss by training tokens", "Loss by wall time", "Memory of a step", "FLOPs of a step", "In figures"):
+        assert title in page.text
+    assert "visit 4, sweep 1, block 1: from 1.64M to 2.05M tokens" in page.text
+    assert "retired: 100 steps done" in page.text
+    assert "blocktrain train" in page.text
+    assert "has not finished" not in page.text
+
+
+def test_page_needs_nothing_from_outside(tmp_path: Path, make_run: MakeRun):
+    text, page = report(tmp_path, make_run(sweeps=1, steps=20, every=10))
+    assert not {"link", "img", "iframe", "object", "image", "use", "base"} & set(page.tags)
+    assert not {"src", "href", "xlink:href", "action"} & {name for name, _ in page.attributes}
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_policy_allows_our_script_and_no_other(tmp_path: Path, make_run: MakeRun):
+    text, page = report(tmp_path, make_run(sweeps=1, steps=20, every=10))
+    (ours,) = [content for kind, content in page.scripts if kind == ""]
+    allowed = re.findall(r"script-src 'sha256-([^']+)'", text)
+    assert allowed == [base64.b64encode(hashlib.sha256(ours.encode()).digest()).decode()]
+    assert "default-src 'none'" in text
+
+
+def test_every_plot_has_its_values(tmp_path: Path, make_run: MakeRun):
+    _, page = report(tmp_path, make_run(sweeps=1, steps=40, every=10, unit="images"))
+    wanted = [value for name, value in page.attributes if name == "data-values"]
+    blocks = [json.loads(content) for kind, content in page.scripts if kind == "application/json"]
+    assert len(wanted) == len(set(wanted)) == len(blocks) == 5  # loss twice, accuracy, learning rate, gradient norm
+    for tracks in blocks:
+        for track in tracks:
+            places = [row[0] for row in track["rows"]]
+            assert places == sorted(places)
+            assert {len(row) for row in track["rows"]} == {3 + len(track["columns"])}
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_markup_in_a_run_is_shown_and_not_run(tmp_path: Path, make_run: MakeRun, compared: bool):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
+    folder = make_run("evil", sweeps=1, steps=10, every=5)
+    log, details = folder / "events.jsonl", folder / "run.json"
+    inside = json.dumps(evil)[1:-1]
+    text = log.read_text()
+    for value in ("GPT-2", "evil", "adamw", "bf16", "drop", "embedding", "h.2", "head", "100 steps done", "finished"):
+        text = text.replace(f'"{value}"', f'"{inside}"')
+    log.write_text(text.replace('"optimizer":', f'"{inside}":', 2))
+    details.write_text(json.dumps({evil: evil, "started": evil}))
+    folders = [folder, make_run("plain", sweeps=1, steps=10, every=5)] if compared else [folder]
+    text, page = report(tmp_path, *folders)
+    assert "img" not in page.tags
+    assert "onerror" not in {name for name, _ in page.attributes}
+    assert [kind for kind, _ in page.scripts if kind == ""] == [""]
+    assert "</script><script>alert(1)" in page.text
+
+
+def test_a_run_without_an_end_says_so(tmp_path: Path, make_run: MakeRun):
+    folder = make_run(sweeps=1, steps=20, every=5, finish=False)
+    with (folder / "events.jsonl").open("ab") as log:
+        log.write(b'{"kind":"step","step":51,"lo')
+    _, page = report(tmp_path, folder)
+    assert "This run has not finished: its log stops at step 50 of 60 planned." in page.text
+    assert "not retired" in page.text
+
+
+def test_losses_that_are_not_numbers_are_gaps_and_are_counted(tmp_path: Path, make_run: MakeRun):
+    text, page = report(tmp_path, make_run(sweeps=1, steps=50, every=25, bad=(7, 8, 60)))
+    assert "The loss of 3 steps was not a finite number" in page.text
+    assert "3 steps computed but skipped by the optimizer." in page.text
+    assert not re.search(r'(?:d|cx|cy|x|y|width)="[^"]*(?:nan|inf)', text)
+
+
+def test_all_losses_not_numbers(tmp_path: Path, make_run: MakeRun):
+    text, page = report(tmp_path, make_run(sweeps=1, steps=5, every=50, bad=tuple(range(1, 16))))
+    assert "The loss of 15 steps" in page.text
+    assert not re.search(r'(?:d|cx|cy|x|y|width)="[^"]*(?:nan|inf)', text)
+
+
+@pytest.mark.parametrize("method", ["bcd", "full"])
+def test_a_single_step(tmp_path: Path, make_run: MakeRun, method: str):
+    _, page = report(tmp_path, make_run(method=method, sizes=(1000,), sweeps=1, steps=1, every=1))
+    assert "1 step, 4096 tokens in" in page.text
+    assert "Loss by training tokens" in page.text
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path, make_run: MakeRun):
+    folder = make_run(sweeps=1, steps=1)
+    log = folder / "events.jsonl"
+    log.write_bytes(log.read_bytes().split(b"\n")[0] + b"\n")
+    (folder / "run.json").unlink()
+    _, page = report(tmp_path, folder)
+    assert "0 visits, 0 steps" in page.text
+    assert "run.json is missing" in page.text
+
+
+def test_images_have_accuracy(tmp_path: Path, make_run: MakeRun):
+    folder = make_run(unit="images", sweeps=1, steps=40, every=10)
+    end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    _, page = report(tmp_path, folder)
+    assert f"validation loss {end['loss']:.3f} nats per image, accuracy {100 * end['accuracy']:.0f} %" in page.text
+    assert "Validation accuracy" in page.text
+    assert "tokens" not in page.text
+
+
+def test_comparison_of_full_and_bcd(tmp_path: Path, make_run: MakeRun):
+    full, bcd = make_run("full", method="full", steps=300), make_run("bcd", speed=0.5, sweeps=3, steps=100)
+    _, page = report(tmp_path, full, bcd)
+    assert "full · bcd" in page.text
+    assert re.search(r"bcd: B-F multiplier (1\.9|2\.0)\d; it reached full's final validation loss of", page.text)
+    for by in ("training tokens", "counted FLOPs", "wall time"):
+        assert f"Validation loss by {by}" in page.text
+    short = make_run("short", speed=0.5, sweeps=1)
+    _, page = report(tmp_path, full, short)
+    assert "short: B-F multiplier not reached" in page.text
+    _, page = report(tmp_path, full, bcd, bcd, short)
+    assert "4 runs compared" in page.text
+    assert re.search(r"B-F multipliers against full, .*: bcd (..\d\d); bcd \(2\) \1; short not reached\.", page.text)
+
+
+def test_tokens_and_images_are_not_compared(tmp_path: Path, make_run: MakeRun):
+    folders = [make_run("words", sweeps=1, steps=2), make_run("pictures", sweeps=1, steps=2, unit="images")]
+    with pytest.raises(DataError, match=r"counts tokens and .* images"):
+        write_report(folders, tmp_path / "report.html")
+
+
+def test_a_long_run_of_many_blocks_stays_small(tmp_path: Path, make_run: MakeRun):
+    text, page = report(tmp_path, make_run(sizes=(10_000,) * 24, sweeps=25, steps=20, every=20, bad=(50, 9_000)))
+    assert len(text.encode()) < 500_000
+    assert "600 visits, 12,000 steps" in page.text
+
+
+def test_report_is_replaced_in_one_move(tmp_path: Path, make_run: MakeRun):
+    folder, out = make_run(sweeps=1, steps=2), tmp_path / "new" / "report.html"
+    write_report([folder], out)
+    first = out.read_bytes()
+    assert write_report([folder], out) == out
+    assert out.read_bytes() == first
+    assert os.listdir(out.parent) == ["report.html"]
+
+
+def test_where_it_cannot_write_it_says_so_and_leaves_nothing(tmp_path: Path, make_run: MakeRun):
+    folder = make_run(sweeps=1, steps=2)
+    out = tmp_path / "taken"
+    (out / "inside").mkdir(parents=True)  # a folder that os.replace cannot overwrite
+    with pytest.raises(StorageError, match="cannot write"):
+        write_report([folder], out)
+    assert not list(tmp_path.glob(".taken*"))
+
+
+def test_no_folders_no_report(tmp_path: Path):
+    with pytest.raises(DataError, match="at least one run"):
+        write_report([], tmp_path / "report.html")

@@ -1,0 +1,121 @@
+"""The figures of the table against numbers worked out by hand."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from blocktrain.events import EventLog
+from blocktrain.report.run import RunRecord
+from blocktrain.report.summary import rows, summary, table
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> RunRecord:
+    """Two blocks, four steps of 100 tokens; every figure is small enough to check in the head."""
+    full = {"weights": 200, "master": 400, "gradients": 400, "optimizer": 800, "activations": 100}
+    first = {"weights": 200, "master": 240, "gradients": 240, "optimizer": 480, "activations": 100}
+    second = {"weights": 200, "master": 160, "gradients": 160, "optimizer": 320, "activations": 50}
+    blocks = [{"index": i, "first": "a", "last": "b", "layers": 2, "parameters": 50} for i in range(2)]
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append({
+        "kind": "run", "method": "bcd", "name": "hand", "model": "toy", "parameters": 100, "unit": "tokens",
+        "tokens_per_step": 100, "rows_per_step": 1, "blocks": blocks,
+    })  # fmt: skip
+    log.append({
+        "kind": "cost",
+        "flops": {"full": 3000, "blocks": [2500, 2000], "theory_full": 1200, "theory_blocks": [960, 720]},
+        "memory": {"full": full, "blocks": [first, second]},
+    })  # fmt: skip
+    for step in range(1, 5):
+        block = (step - 1) // 2
+        where = {"step": step, "tokens": 100 * step, "seconds": 0.5 * step, "visit": block, "block": block}
+        if step % 2 == 1:
+            start = {**where, "step": step - 1, "tokens": 100 * (step - 1), "seconds": 0.5 * (step - 1)}
+            log.append({"kind": "visit", "sweep": 0, **start})
+        log.append({"kind": "step", **where, "loss": 5.0 - step})
+    where = {"step": 4, "tokens": 400, "seconds": 2.0, "visit": 1, "block": 1}
+    log.append({"kind": "evaluation", **where, "loss": 6.0, "loss_per_byte": 1.5, "accuracy": None})
+    log.append({
+        "kind": "end", "reason": "finished", "steps": 4, "tokens": 400, "sweeps": 1, "seconds": 2.0, "loss": 6.0,
+        "loss_per_byte": 1.5, "accuracy": None, "optimizer_bytes": 484, "flops": 9000, "peak_memory_bytes": 5000,
+    })  # fmt: skip
+    log.close()
+    return RunRecord.load(tmp_path)
+
+
+def test_summary_equals_the_figures_worked_out_by_hand(by_hand: RunRecord):
+    item = summary(by_hand)
+    assert item["validation_loss"] == 6.0
+    assert item["validation_loss_per_byte"] == 1.5
+    assert item["flops_mean_step"] == 2250
+    assert item["flops_ratio"] == 0.75
+    assert item["flops_ratio_theory"] == pytest.approx(0.7)  # (960 + 720) / 2 / 1200
+    assert item["flops_excess_percent"] == pytest.approx(100 * (0.75 / 0.7 - 1))
+    assert item["flops"] == 9000 == by_hand.flops_until(4)
+    assert (item["optimizer_bytes"], item["optimizer_bytes_full"]) == (480, 800)
+    assert (item["optimizer_bytes_measured"], item["peak_memory_bytes"]) == (484, 5000)
+    assert (sum(item["memory"].values()), sum(item["memory_full"].values())) == (1260, 1900)
+    assert item["tokens_per_second"] == 200
+    assert json.loads(json.dumps(item, allow_nan=False)) == item
+
+
+def test_table_shows_what_is_saved(by_hand: RunRecord):
+    cells = {row.label.strip(): row.cells for row in rows([summary(by_hand)])}
+    assert cells["optimizer state, largest block"] == ("480 B", "800 B", "40 %")
+    assert cells["memory of a step, all parts"] == ("1.2 KiB", "1.9 KiB", "34 %")  # 1 - 1260 / 1900 = 0.337
+    assert cells["of a full step, counted"] == ("0.750", "1.000", "25 %")
+    assert cells["of a full step, by the formula"] == ("0.700", "1.000", "30 %")
+    assert cells["counted beyond the formula"] == ("7.1 %", "", "")
+    assert cells["weights"] == ("200 B", "200 B", "")
+    assert cells["validation loss, nats per byte"] == ("1.500", "", "")
+    assert "validation accuracy" not in cells
+
+
+def test_every_row_has_a_cell_for_every_column(make_run: MakeRun):
+    records = [RunRecord.load(make_run(sweeps=1, steps=5, every=5, unit="images"))]
+    records.append(RunRecord.load(make_run("full", method="full", steps=5, every=5, unit="images", costs=False)))
+    for chosen, columns in ((records[:1], 3), (records[1:], 1), (records, 2)):
+        assert {len(row.cells) for row in rows([summary(run) for run in chosen])} == {columns}
+
+
+def test_full_run_costs_itself(make_run: MakeRun):
+    item = summary(RunRecord.load(make_run(method="full", steps=5, every=5)))
+    assert (item["flops_ratio"], item["flops_ratio_theory"], item["flops_excess_percent"]) == (1, 1, 0)
+    assert item["optimizer_bytes"] == item["optimizer_bytes_full"] == 8 * 1_300_000
+
+
+def test_without_an_end_the_last_evaluation_counts(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=10, every=4, finish=False))
+    item = summary(run)
+    assert not item["finished"]
+    assert item["validation_loss"] == run.evaluations[-1].loss
+    assert item["steps"] == 25
+    assert item["flops"] == run.flops_until(25)
+
+
+def test_a_loss_that_is_not_a_number_is_none(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=5, every=5, finish=False, bad=(1, 2)))
+    item = summary(replace(run, evaluations=[replace(run.evaluations[-1], loss=float("nan"))]))
+    assert item["validation_loss"] is None
+    assert (item["nonfinite_steps"], item["skipped_steps"]) == (2, 2)
+
+
+def test_terminal_table_is_aligned_and_takes_names_as_they_are(make_run: MakeRun):
+    record = RunRecord.load(make_run("[red]bold[/red]", sweeps=1, steps=5, every=5))
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(table([summary(record), summary(record)]))
+    lines = [line for line in capture.get().splitlines() if line.strip()]
+    assert lines[0].split() == ["[red]bold[/red]", "[red]bold[/red]"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_no_runs_no_table():
+    with pytest.raises(ValueError, match="at least one run"):
+        table([])

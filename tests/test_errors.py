@@ -1,0 +1,60 @@
+"""Errors say which name was meant, which file could not be written, and with which code the program ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from blocktrain import errors
+from blocktrain.errors import BlocktrainError, Interrupted, NonFiniteError, StorageError, nearest, storage_errors
+
+
+def test_a_near_name_is_suggested():
+    assert nearest("weight_dcay", ["lr", "weight_decay"]) == "did you mean 'weight_decay'?"
+
+
+def test_without_a_near_name_all_are_listed_in_order():
+    assert nearest("zzz", ["size", "color"]) == "known: color, size"
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with (
+        pytest.raises(StorageError, match="no room left while writing '/dev/full' .*free some space or choose"),
+        storage_errors(full),
+        full.open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+
+
+def test_any_other_failed_write_names_the_file(tmp_path: Path):
+    (tmp_path / "file").touch()
+    below_a_file = tmp_path / "file" / "sub"
+    with (
+        pytest.raises(StorageError, match=rf"cannot write '{below_a_file}': {os.strerror(20)}") as caught,
+        storage_errors(below_a_file),
+    ):
+        below_a_file.mkdir()
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_errors_that_are_not_about_storage_pass_through():
+    with pytest.raises(ZeroDivisionError), storage_errors("somewhere"):
+        _ = 1 / 0
+
+
+def test_exit_codes():
+    assert Interrupted("stopped", signal_number=signal.SIGTERM).exit_code == 143  # 128 + signal, as shells do
+    assert NonFiniteError("the loss is nan").exit_code == 1
+    assert BlocktrainError("anything else").exit_code == 2
+
+
+def test_every_error_of_the_package_is_a_blocktrain_error():
+    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(raised) > 5
+    assert all(issubclass(error, BlocktrainError) for error in raised)

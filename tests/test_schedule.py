@@ -1,0 +1,86 @@
+"""Which block is visited when: the same on every machine, from any visit on."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from torch import nn
+
+from blocktrain.blocks.block import Partition
+from blocktrain.blocks.partition import partition
+from blocktrain.errors import ConfigError
+from blocktrain.schedule import Cyclic
+from blocktrain.units import Duration
+
+STEPS = Duration.steps(10)
+
+
+@pytest.fixture
+def three_blocks() -> Partition:
+    return partition(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), num_blocks=3)
+
+
+def order_of(schedule: Cyclic, blocks: Partition) -> list[int]:
+    return [visit.block.index for visit in schedule.visits(blocks)]
+
+
+def test_orders(three_blocks: Partition):
+    assert order_of(Cyclic(visit=STEPS, sweeps=2), three_blocks) == [0, 1, 2, 0, 1, 2]
+    assert order_of(Cyclic(visit=STEPS, sweeps=2, order="descending"), three_blocks) == [2, 1, 0, 2, 1, 0]
+    assert order_of(Cyclic(visit=STEPS, sweeps=2, order=[0, 2, 1, 2]), three_blocks) == [0, 2, 1, 2, 0, 2, 1, 2]
+    assert order_of(Cyclic(visit=STEPS, sweeps=1, order=(1,)), three_blocks) == [1]
+
+
+def test_shuffled_sweeps_are_permutations_and_change(three_blocks: Partition):
+    schedule = Cyclic(visit=STEPS, order="shuffled", seed=3)
+    sweeps = [schedule.blocks_of(sweep, 5) for sweep in range(20)]
+    assert all(sorted(sweep) == [0, 1, 2, 3, 4] for sweep in sweeps)
+    assert len({tuple(sweep) for sweep in sweeps}) > 10
+
+
+def test_shuffled_order_is_a_function_of_the_seed_alone():
+    def orders(seed: int) -> list[list[int]]:
+        schedule = Cyclic(visit=STEPS, order="shuffled", seed=seed)
+        return [schedule.blocks_of(sweep, 6) for sweep in range(4)]
+
+    assert orders(0) == orders(0)
+    assert orders(0) != orders(1)
+    # Written down: another order on another machine or NumPy would break every resumed run.
+    assert orders(0)[:2] == [[4, 2, 3, 5, 1, 0], [5, 3, 2, 4, 1, 0]]
+
+
+def test_visits_know_their_place(three_blocks: Partition):
+    last = list(Cyclic(visit=STEPS, sweeps=2).visits(three_blocks))[-1]
+    assert (last.index, last.sweep, last.duration) == (5, 1, STEPS)
+    assert last.block is three_blocks[2]
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", (0, 2, 1, 2)])
+def test_starting_later_gives_the_rest_of_the_same_visits(order, three_blocks: Partition):
+    schedule = Cyclic(visit=STEPS, sweeps=3, order=order)
+    places = [(visit.index, visit.sweep, visit.block) for visit in schedule.visits(three_blocks)]
+    for start in range(len(places) + 2):
+        rest = [(visit.index, visit.sweep, visit.block) for visit in schedule.visits(three_blocks, start=start)]
+        assert rest == places[start:]
+
+
+def test_without_sweeps_it_goes_on(three_blocks: Partition):
+    visits = list(islice(Cyclic(visit=STEPS).visits(three_blocks), 3000))
+    assert (visits[-1].sweep, visits[-1].block.index) == (999, 2)
+
+
+def test_bad_values_are_named():
+    with pytest.raises(ConfigError, match="sweeps must be at least 1, not 0"):
+        Cyclic(visit=STEPS, sweeps=0)
+    with pytest.raises(ConfigError, match="order 'ascendin' is unknown; did you mean 'ascending'"):
+        Cyclic(visit=STEPS, order="ascendin")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="order is an empty list; name at least one block"):
+        Cyclic(visit=STEPS, order=[])
+
+
+@pytest.mark.parametrize("block", [3, -1, "0", 1.0])
+def test_an_order_that_names_no_block_of_the_partition(block, three_blocks: Partition):
+    schedule = Cyclic(visit=STEPS, order=[0, block])
+    with pytest.raises(ConfigError, match=rf"order names block {block!r}; the partition has blocks 0 to 2"):
+        next(schedule.visits(three_blocks))

@@ -1,0 +1,118 @@
+"""An interrupted run ends as an uninterrupted one: same weights, optimizer state, data order and log, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import blocktrain as bt
+from blocktrain.errors import Interrupted
+from blocktrain.events import Event
+from blocktrain.train.checkpoint import checkpoints
+
+VARIANTS = {
+    "adamw-host": [],
+    "adamw-drop": ["optimizer.state=drop"],
+    "sgd-disk": ["optimizer.name=SGD", "optimizer.options.momentum=0.9", "optimizer.state=disk"],
+    "muon-host": ["optimizer.name=Muon"],
+    "bf16-exact": ["precision=bf16-exact"],
+    "plateau": ["schedule.plateau.patience=1 steps", "schedule.plateau.threshold=0.5", "schedule.sweeps=2"],
+    "micro-batches, shuffled": ["batch.micro_rows=2", "schedule.order=shuffled", "blocks.frozen_dropout=true"],
+}
+
+
+class Crash(BaseException):
+    """As sudden as the power going: no handler runs, no checkpoint is written."""
+
+
+def crash_at(count: int):
+    """A listener that crashes at the `count`-th event."""
+    seen = 0
+
+    def listen(event: Event) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            raise Crash
+
+    return listen
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_a_crash_at_any_event_changes_nothing(tiny, outcome, tmp_path: Path, overrides: list[str]) -> None:
+    config = tiny(*overrides)
+    bt.run(config, tmp_path / "whole")
+    expected = outcome(tmp_path / "whole")
+    total = len(expected[0])
+    assert total > 20
+    for count in (2, 9, 15, total - 2):
+        folder = tmp_path / f"crash-{count}"
+        with pytest.raises(Crash):
+            bt.run(config, folder, listeners=[crash_at(count)])
+        with pytest.raises(Crash):  # and once more, a few events later
+            bt.resume(folder, listeners=[crash_at(5)])
+        bt.resume(folder)
+        assert outcome(folder) == expected
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny, outcome, tmp_path: Path) -> None:
+    bt.run(tiny(), tmp_path / "run")
+    expected = outcome(tmp_path / "run")
+    bt.resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(
+    tiny, outcome, tmp_path: Path, number: int, code: int
+) -> None:
+    bt.run(tiny(), tmp_path / "whole")
+
+    def interrupt(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 7:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match=f"stopped at step 7; go on with: blocktrain resume {tmp_path}/run") as stop:
+        bt.run(tiny(), tmp_path / "run", listeners=[interrupt])
+    assert stop.value.exit_code == code
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000007"
+    bt.resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments(tiny, outcome, tmp_path: Path) -> None:
+    """A real process, really killed, three times; then left alone."""
+    overrides = ["schedule.visit=40 steps", "checkpoint.every=7 steps", "evaluation.every=10 steps"]
+    config = tiny(*overrides)
+    bt.run(config, tmp_path / "whole")
+    script = (
+        "import sys, json, pathlib, blocktrain as bt\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "if (folder / 'run.json').exists(): bt.resume(folder)\n"
+        "else: bt.run(bt.RunConfig.from_mapping(json.loads(sys.argv[2])), folder)\n"
+    )
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-W", "ignore", "-c", script, str(folder), json.dumps(config.to_mapping())]
+    for steps in (3, 40, 85):  # killed soon after the log shows this step, at no particular moment of the next ones
+        process = subprocess.Popen(command)
+        deadline = time.monotonic() + 120
+        while f'"step":{steps},' not in _text(folder / "events.jsonl") and time.monotonic() < deadline:
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.01)
+        time.sleep(0.013 * steps % 0.05)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run(command, check=True)
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
