@@ -25,7 +25,7 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path):
     if not full.exists():
         pytest.skip("this system has no /dev/full")
     with (
-        pytest.raises(StorageError, match="no room left while writing '/dev/full' .*free some space or choose"),
+        pytest.raises(StorageError, match=r"no room left while writing '/dev/full' .*free some space or choose"),
         storage_errors(full),
         full.open("wb", buffering=0) as file,
     ):

@@ -98,8 +98,14 @@ def test_counts(count: float, text: str):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**20, "3.0 MiB"), (2.5 * 2**30, "2.5 GiB")]
-    + [(2**50, "1024.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (2.5 * 2**30, "2.5 GiB"),
+        (2**50, "1024.0 TiB"),
+    ],
 )
 def test_bytes(count: float, text: str):
     assert format_bytes(count) == text
@@ -107,8 +113,15 @@ def test_bytes(count: float, text: str):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(2.5, "2.5s"), (42.4, "42s"), (59.7, "1m 00s"), (75, "1m 15s"), (3599.7, "1h 00m"), (3725, "1h 02m")]
-    + [(277 * 3600, "277h 00m")],
+    [
+        (2.5, "2.5s"),
+        (42.4, "42s"),
+        (59.7, "1m 00s"),
+        (75, "1m 15s"),
+        (3599.7, "1h 00m"),
+        (3725, "1h 02m"),
+        (997200, "277h 00m"),
+    ],
 )
 def test_seconds(seconds: float, text: str):
     assert format_seconds(seconds) == text

@@ -38,7 +38,7 @@ def seed_everything(seed: int, *key: int) -> None:
     The trainer calls it before each step with the step and the rank: what dropout draws is then a function of
     (seed, step, rank), and a checkpoint needs no generator state.
     """
-    state = np.random.SeedSequence([seed, *key]).generate_state(2, np.uint32)
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(2, np.uint32)
     torch.manual_seed(int(state[0]) << 31 ^ int(state[1]))
 
 

@@ -69,7 +69,7 @@ def owned_names(chain: Chain, layers: range) -> list[str]:
 
 LANGUAGE_MODELS = {
     "gpt2 tied": lambda: gpt2(6, 512, tied=True),
-    "gpt2 untied": lambda: gpt2(12, 512, tied=False),
+    "gpt2 untied": lambda: gpt2(6, 512, tied=False),
     "gpt2 small, wide vocabulary": lambda: gpt2(6, 192, tied=True, vocab=50257),
     "llama tied": lambda: llama(6, 192, tied=True),
     "llama untied": lambda: llama(6, 512, tied=False),
@@ -164,7 +164,7 @@ def test_matrix_product_attention_pays_two_forwards_in_the_backward_pass():
     ("model", "batch"),
     [
         (resnet(20), images()),
-        (Olmo2ForCausalLM(Olmo2Config(**llama_config(6, 64, tied=False), pad_token_id=0)), tokens()),
+        (Olmo2ForCausalLM(Olmo2Config(**llama_config(4, 64, tied=False), pad_token_id=0)), tokens()),
     ],
     ids=["resnet", "olmo2"],
 )
@@ -175,7 +175,7 @@ def test_without_a_norm_first_the_closed_form_counts_one_gradient_too_many(model
     assert theoretical_step_flops(costs) == counter.full()
     block = thirds(chain)[1]
     counted, theory = counter.training(owned_names(chain, block)), theoretical_step_flops(costs, block)
-    assert counted < theory < 1.06 * counted
+    assert counted < theory < 1.1 * counted
 
 
 @pytest.mark.parametrize("active", [[], [5], [-1]])

@@ -43,7 +43,7 @@ def test_one_block_is_a_plain_pytorch_loop(tiny, tmp_path: Path) -> None:
     plain = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     losses = []
     for step in range(6):
-        loss = model(**job.task.train.batch(job.order.rows(4 * step, 4 * step + 4))).loss
+        loss = model(**job.task.train.batch(job.rows.order.rows(4 * step, 4 * step + 4))).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         plain.step()
@@ -121,7 +121,7 @@ def test_optimizer_bytes_are_those_of_the_largest_block(tiny, tmp_path: Path) ->
 
 def test_a_non_finite_loss_stops_with_step_block_and_batch(tiny, tmp_path: Path) -> None:
     config = tiny("optimizer.lr=1e30", "optimizer.max_grad_norm=1e30", "learning_rate.warmup_steps=0")
-    with pytest.raises(NonFiniteError, match=r"at step \d+ in Block\(\d: .*batch of rows \d+ to \d+") as error:
+    with pytest.raises(NonFiniteError, match=r"at step \d+ in Block\(\d: .*batch of training rows \d+, ") as error:
         bt.run(config, tmp_path / "run")
     assert error.value.exit_code == 1
     assert "on_nonfinite = 'skip'" in str(error.value)

@@ -11,7 +11,8 @@ and can be stored), and a frozen BatchNorm neither moves its running statistics 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,6 +43,18 @@ def set_modes(partition: Partition, block: Block, *, frozen_dropout: bool = Fals
                 module.eval()
     for module in block.modules():
         module.train()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards each has the mode it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def release(partition: Partition) -> None:

@@ -64,6 +64,7 @@ class ImageRows:
             self.labels = np.load(folder / "labels.npy")
         except (OSError, ValueError) as error:
             raise DataError(f"'{folder}' is not a folder of decoded images ({error}); delete it") from error
+        self.folder = folder
         self.augment: Augment = augment
         self._seed = seed
 
@@ -73,6 +74,11 @@ class ImageRows:
     def __repr__(self) -> str:
         _, height, width, _ = self._pixels.shape
         return f"ImageRows({format_count(len(self))} images of {height}x{width}, augment {self.augment})"
+
+    @property
+    def fingerprint(self) -> str:
+        """Names these images: the folder is called by what it was decoded from."""
+        return f"{self.folder.parent.name}/{self.folder.name}, augment {self.augment}, seed {self._seed}"
 
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
         """Images `indices` as `pixel_values`, float32 (B, 3, H, W), and their `labels`, int64 (B,).

@@ -71,6 +71,11 @@ class TokenRows:
         return f"TokenRows({size}, {format_count(self.meta.documents)} documents, tokenizer {self.meta.tokenizer})"
 
     @property
+    def fingerprint(self) -> str:
+        """Names these rows: the folder is called by what its tokens were made from."""
+        return f"{self.folder.parent.parent.name}/{self.folder.parent.name} in rows of {self.row_tokens}"
+
+    @property
     def bytes_per_token(self) -> float:
         """Mean bytes of text a token stands for; a loss in nats per token divided by it is in nats per byte."""
         return self.meta.text_bytes / self.meta.tokens

@@ -61,13 +61,14 @@ def load_model(
 def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn.Module:
     if num_classes is None:
         raise ConfigError(f"'resnet{depth}' classifies images; give [images] instead of [text]")
+    known = ("num_classes", "shortcut")
     for key in settings:
-        if key != "num_classes":
-            raise ConfigError(f"unknown key 'model.config.{key}' for 'resnet{depth}'; known: num_classes")
+        if key not in known:
+            raise ConfigError(f"unknown key 'model.config.{key}' for 'resnet{depth}'; {nearest(key, known)}")
     outputs = settings.get("num_classes", num_classes)
-    if outputs < num_classes:
-        raise ConfigError(f"model.config.num_classes = {outputs}, but the images have {num_classes} classes")
-    return resnet(depth, num_classes=outputs)
+    if not isinstance(outputs, int) or outputs < num_classes:
+        raise ConfigError(f"model.config.num_classes = {outputs!r}, but the images have {num_classes} classes")
+    return resnet(depth, outputs, shortcut=settings.get("shortcut"))
 
 
 def _hugging_face(config: ModelConfig, vocab_size: int | None) -> nn.Module:

@@ -85,7 +85,6 @@ class BlockOptimizer:
         self._remainders: list[Remainders] = [
             lower(block.parameters) if precision == BF16_EXACT else {} for block in partition
         ]
-        self._stored: set[int] = set()  # blocks whose state the store has from here; a folder may hold an older run's
         self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
         self._active: _Active | None = None
         self.store.clear()
@@ -122,11 +121,7 @@ class BlockOptimizer:
         if active.masters is not None:
             self._remainders[active.block.index] = active.masters.close()
         release(self.partition)
-        self._put(active.block.index, _state_of(active))
-
-    def _put(self, index: int, state: BlockState) -> None:
-        self.store.put(index, state)
-        self._stored.add(index)
+        self.store.put(active.block.index, _state_of(active))
 
     def _state_to_restore(self, block: Block) -> BlockState | None:
         state = self.block_state(block.index)
@@ -246,7 +241,7 @@ class BlockOptimizer:
             return to_host(_state_of(self._active))
         if self._resumed is not None and self._resumed[0] == index:
             return self._resumed[1]
-        return self.store.get(index) if index in self._stored else None
+        return self.store.get(index)
 
     def block_remainders(self, index: int) -> Remainders:
         """What the weights of block `index` leave out of its fp32 values (int16); empty in fp32."""
@@ -268,7 +263,7 @@ class BlockOptimizer:
         """Restore what `state_dict` returned, between visits; the model's weights are restored separately.
 
         The state of the block that was active then is used at its next activation, whatever the store does. What the
-        store held before is not used again.
+        store held before is gone.
         """
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before loading")
@@ -276,27 +271,29 @@ class BlockOptimizer:
             raise CheckpointError(
                 f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(self.partition)}"
             )
-        self.store.clear()
         for block in self.partition:
-            remainders = saved["remainders"].get(block.index, {})
-            expected = block.parameters.keys() if self.precision == BF16_EXACT else set()
-            if remainders.keys() != expected:
-                raise CheckpointError(
-                    f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
-                    f"'{self.precision.name}' needs {len(expected)}; resume with the precision it was saved with"
-                )
-        self._stored, self._resumed = set(), None
+            self._check_fits(block, saved["blocks"].get(block.index, {}), saved["remainders"].get(block.index, {}))
+        self.store.clear()
+        self._resumed = None
         for index, state in saved["blocks"].items():
-            unknown = state.keys() - self.partition[index].parameters.keys()
-            if unknown:
-                raise CheckpointError(f"the saved block {index} holds '{min(unknown)}', which is not in this block")
             if index == saved["active"]:
                 self._resumed = (index, state)
             else:
-                self._put(index, state)
+                self.store.put(index, state)
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
         self._remainders = [dict(saved["remainders"].get(block.index, {})) for block in self.partition]
+
+    def _check_fits(self, block: Block, state: BlockState, remainders: Remainders) -> None:
+        unknown = state.keys() - block.parameters.keys()
+        if unknown:
+            raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
+        expected = block.parameters.keys() if self.precision == BF16_EXACT else set()
+        if remainders.keys() != expected:
+            raise CheckpointError(
+                f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
+                f"'{self.precision.name}' needs {len(expected)}; resume with the precision it was saved with"
+            )
 
 
 class _AnyNumber(TorchDispatchMode):

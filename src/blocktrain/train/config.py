@@ -1,6 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
-[model] [text] or [images] [blocks] [schedule] [stop] [optimizer] [learning_rate] [batch] [evaluation] [checkpoint]
+[model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
+[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any, Literal
 
 from blocktrain.blocks.partition import Balance
 from blocktrain.data.images import ImageConfig
+from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import preset
+from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, read_toml, to_mapping
@@ -127,7 +130,9 @@ class RunConfig:
     schedule: ScheduleConfig
     text: TextConfig | None = None
     images: ImageConfig | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     stop: RunLimit = field(default_factory=RunLimit)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: LearningRate = field(default_factory=LearningRate)

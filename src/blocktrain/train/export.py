@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
 from blocktrain.model.resnet import ResNet
@@ -18,6 +17,7 @@ from blocktrain.optim.precision import join
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.job import Job, build
+from blocktrain.train.schema import to_mapping
 
 
 def export(folder: RunFolder, out: Path) -> Path:
@@ -39,7 +39,7 @@ def export(folder: RunFolder, out: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            _save_model(job.model, temporary)
+            _save_model(job, temporary)
             if job.tokenizer is not None:
                 job.tokenizer.save(temporary)
             if out.exists():
@@ -59,11 +59,11 @@ def _restore_masters(job: Job) -> None:
             parameter.data = join(parameter.data, remainder.to(parameter.device))
 
 
-def _save_model(model: nn.Module, folder: Path) -> None:
-    if isinstance(model, ResNet):
-        tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+def _save_model(job: Job, folder: Path) -> None:
+    if isinstance(job.model, ResNet):
+        tensors = {name: value.contiguous() for name, value in job.model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({"architecture": f"resnet{model.depth}"}))
+        (folder / "config.json").write_text(json.dumps(to_mapping(job.config.model)))
         return
-    pretrained: Any = model
+    pretrained: Any = job.model
     pretrained.cpu().save_pretrained(folder)

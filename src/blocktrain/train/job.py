@@ -13,6 +13,7 @@ from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.images import ImageConfig, open_images
 from blocktrain.data.order import RowOrder
+from blocktrain.data.sampling import RowPlan
 from blocktrain.data.text import TextConfig, open_text
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
@@ -39,7 +40,7 @@ class Job:
     partition: Partition
     optimizer: BlockOptimizer
     task: Task
-    order: RowOrder
+    rows: RowPlan
     schedule: Cyclic
     rule: VisitRule
     pace: Pace
@@ -84,6 +85,7 @@ def build(config: RunConfig, folder: Path) -> Job:
     rows = config.batch.rows
     if rows > len(task.train):
         raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
+    plan = RowPlan(RowOrder(len(task.train), seed=config.seed), config.sampling, rows_per_step=rows)
     job = Job(
         config=config,
         device=device,
@@ -91,10 +93,10 @@ def build(config: RunConfig, folder: Path) -> Job:
         partition=parts,
         optimizer=_optimizer(config, parts, folder),
         task=task,
-        order=RowOrder(len(task.train), seed=config.seed),
+        rows=plan,
         schedule=schedule,
         rule=config.schedule.plateau or FullLength(),
-        pace=Pace(tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=len(task.train)),
+        pace=Pace(tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows),
         tokenizer=tokenizer,
     )
     # A shape that needs the run's length says so now, not after the first visit.
@@ -111,6 +113,7 @@ def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
             validation=text.validation,
             units_per_row=config.text.row_tokens,
             bytes_per_token=text.validation.bytes_per_token,
+            fingerprint=text.train.fingerprint,
         )
         return task, text.tokenizer
     assert isinstance(config.images, ImageConfig)
@@ -121,6 +124,8 @@ def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
         validation=images.validation,
         units_per_row=1,
         num_classes=images.num_classes,
+        augmented=config.images.augment != "none",
+        fingerprint=images.train.fingerprint,
     )
     return task, None
 

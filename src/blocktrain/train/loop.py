@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import Interrupted
 from blocktrain.events import Event, EventLog, read_events
 from blocktrain.runtime import peak_memory_bytes
@@ -30,6 +31,7 @@ from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.measure import opening_events
+from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.progress import Progress
 from blocktrain.train.step import StepResult, train_step
 
@@ -46,9 +48,11 @@ class Loop:
     listeners: Sequence[Listener] = ()
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
+    _prefixed: PrefixedSteps = field(init=False)
     _log: EventLog | None = None
     _started: float = 0.0
     _step_flops: list[int] = field(default_factory=list)
+    _flops_saved: int = 0  # of the current visit, already counted
 
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
@@ -59,7 +63,8 @@ class Loop:
         self.folder.add_session(step=self.progress.step)
         try:
             self._open(resumed=saved > 0)
-            self._train()
+            with self._prefixed:
+                self._train()
         finally:
             self._log.close()
 
@@ -67,6 +72,7 @@ class Loop:
         """The records `run` and `cost`: counted at the start, read back from the log later."""
         opening = read_events(self.folder.events)[:2] if resumed else opening_events(self.job, self.method)
         self._step_flops = opening[1]["flops"]["blocks"]
+        self._prefixed = PrefixedSteps(self.job, self.folder.path, opening[1]["flops"]["forward_layers"])
         for event in opening:
             (self._tell if resumed else self._emit)(event)
 
@@ -89,11 +95,15 @@ class Loop:
         progress, config, pace = self.progress, self.job.config, self.job.pace
         longest = visit.duration.in_steps(pace)
         evaluate_every, save_every = config.evaluation.every.in_steps(pace), config.checkpoint.every.in_steps(pace)
-        if progress.visit_step == 0:
+        fresh = progress.visit_step == 0
+        if fresh:
             progress.rule, progress.sweep = self.job.rule.start(), visit.sweep
             self._emit({"kind": "visit", **self._place(visit), **self._now()})
+        decided, self._flops_saved = self._prefixed.open(visit), 0
+        if decided is not None:
+            (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
         while not (progress.visit_over or progress.run_over):
-            result = train_step(self.job, step=progress.step, visit_step=progress.visit_step, rank=0, world_size=1)
+            result = train_step(self.job, self._prefixed, visit, step=progress.step, visit_step=progress.visit_step)
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
@@ -105,6 +115,9 @@ class Loop:
             if progress.step % save_every == 0:
                 self._save()
         progress.optimizer_bytes = max(progress.optimizer_bytes, self.job.optimizer.state_bytes())
+        did = self._prefixed.close_visit()
+        if did is not None:
+            self._emit({**did, **self._place(visit), **self._now()})
 
     def _advance(self, visit: Visit, result: StepResult) -> None:
         """Count a step and log it."""
@@ -112,7 +125,9 @@ class Loop:
         progress.step += 1
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
-        progress.flops += self._step_flops[visit.block.index]
+        saved = self._prefixed.flops_saved()
+        progress.flops += self._step_flops[visit.block.index] - (saved - self._flops_saved)
+        self._flops_saved = saved
         event = {
             "kind": "step",
             **self._now(),
@@ -166,15 +181,10 @@ class Loop:
     # -- its parts ------------------------------------------------------------------------------------------------
 
     def _evaluate_and_log(self) -> None:
-        """Score the model as it is, with every layer in eval mode, and put the layers' modes back."""
+        """Score the model as it is now."""
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
-        modes = {module: module.training for module in job.model.modules()}
-        job.model.eval()
-        try:
+        with evaluating(job.model):
             score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         progress.evaluated, progress.score = progress.step, score.to_event()
         block = job.optimizer.active
         self._emit(

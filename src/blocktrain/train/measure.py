@@ -64,6 +64,7 @@ def _costs(job: Job) -> dict[str, Any]:
             "blocks": [block["flops"] for block in blocks],
             "theory_full": whole["theory"],
             "theory_blocks": [block["theory"] for block in blocks],
+            "forward_layers": [layer.forward_flops * micro_steps for layer in layers],
         },
         "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
     }

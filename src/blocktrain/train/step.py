@@ -6,9 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from blocktrain.data.sampling import StepRows
 from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
+from blocktrain.schedule import Visit
 from blocktrain.train.job import Job
+from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.task import to_device
 
 
@@ -26,14 +31,17 @@ class StepResult:
         return {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped": self.skipped}
 
 
-def train_step(job: Job, *, step: int, visit_step: int, rank: int, world_size: int) -> StepResult:
-    """Take 0-based `step` on the active block. Raises `NonFiniteError` where the configuration says stop."""
+def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, visit_step: int) -> StepResult:
+    """Take 0-based `step`, the `visit_step`-th of `visit`; raises `NonFiniteError` unless that is to be skipped."""
     config, optimizer = job.config, job.optimizer
     factor = config.learning_rate.factor(step, total=job.total_steps, visit_step=visit_step)
     optimizer.scale_learning_rate(factor)
-    seed_everything(config.seed, step, rank)
-    first_row = step * config.batch.rows
-    loss = _accumulate(job, first_row, rank=rank, world_size=world_size)
+    seed_everything(config.seed, step)
+    rows, following = (
+        job.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
+        for ahead in (0, 1)
+    )
+    loss = _accumulate(job, prefixed, rows, following)
     norm = float(optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf))
     result = StepResult(loss=loss, grad_norm=norm, lr=config.optimizer.lr * factor)
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -42,29 +50,32 @@ def train_step(job: Job, *, step: int, visit_step: int, rank: int, world_size: i
             return StepResult(loss=loss, grad_norm=norm, lr=result.lr, skipped=True)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         raise NonFiniteError(
-            f"{what} at step {step + 1} in {optimizer.active}, batch of rows {first_row} to "
-            f"{first_row + config.batch.rows - 1} of the data order; lower optimizer.lr, set optimizer.max_grad_norm, "
-            "or on_nonfinite = 'skip'"
+            f"{what} at step {step + 1} in {optimizer.active}, batch of training rows {_listed(rows.rows)}; "
+            "lower optimizer.lr, set optimizer.max_grad_norm, or on_nonfinite = 'skip'"
         )
     optimizer.step()
     optimizer.zero_grad()
     return result
 
 
-def _accumulate(job: Job, first_row: int, *, rank: int, world_size: int) -> float:
+def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: StepRows) -> float:
     """Forward and backward over the step's rows, `micro_rows` at a time; returns the mean loss.
 
-    Images are augmented anew each epoch: the variant is the epoch in which the step begins.
+    While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
-    rows = job.config.batch.rows
-    variant = job.order.epoch(first_row)
-    micro = job.config.batch.micro_rows or rows
+    micro = job.config.batch.micro_rows or len(rows.rows)
+    parts = rows.split(micro)
     loss = 0.0
-    for start in range(first_row, first_row + rows, micro):
-        indices = job.order.rows(start, start + micro)
-        batch = to_device(job.task.train.batch(indices, variant=variant), job.device)
-        share = micro / rows
-        micro_loss = job.task.loss(job.model, batch) * share
-        micro_loss.backward()
+    for part, coming in zip(parts, [*parts[1:], following.split(micro)[0]], strict=True):
+        batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
+        with prefixed.running(part, batch):
+            prefixed.prefetch(coming)
+            micro_loss = job.task.loss(job.model, batch) * (len(part.rows) / len(rows.rows))
+            micro_loss.backward()
         loss += micro_loss.item()
     return loss
+
+
+def _listed(rows: np.ndarray) -> str:
+    shown = ", ".join(str(row) for row in rows[:8])
+    return shown if len(rows) <= 8 else f"{shown}, ... ({len(rows)} in all)"

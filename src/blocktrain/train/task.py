@@ -41,7 +41,8 @@ class Score:
 class Task:
     """Rows to train on, rows to evaluate on, and what one row counts for.
 
-    unit_per_row: tokens in a row of text, 1 for an image. bytes_per_token: of the validation text, where it is text.
+    units_per_row: tokens in a row of text, 1 for an image. bytes_per_token: of the validation text, where it is text.
+    augmented: whether training rows differ by variant. fingerprint: of the training rows, for what refers to them.
     """
 
     unit: Literal["tokens", "images"]
@@ -50,6 +51,8 @@ class Task:
     units_per_row: int
     bytes_per_token: float | None = None
     num_classes: int | None = None
+    augmented: bool = False
+    fingerprint: str = ""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean loss of a batch (0-d, differentiable): the model's own, as Hugging Face models return it."""

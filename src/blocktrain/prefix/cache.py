@@ -1,0 +1,278 @@
+"""The prefix cache: hidden states of a subset's rows, each computed once from the nearest thing that is stored.
+
+ascending    one shelf; a visit finds the rows at the boundary of the block before and takes them from there
+             through that block alone, in place: a sweep costs one forward pass over the subset in all
+
+    visit to block 1    inputs  --block 0--> level 1
+    visit to block 2    level 1 --block 1--> level 2
+
+descending   one shelf a boundary; the first visit's forward pass fills them all, and none goes stale
+             while the blocks above it are trained
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.prefix.cut import Cut
+from blocktrain.prefix.encoding import Encoding, Fields
+from blocktrain.prefix.ledger import Key, Ledger, fingerprints
+from blocktrain.prefix.store import Layout, Store, layout_of
+
+MakeStore = Callable[[str, int, Layout], Store]  # (name, slots, layout) -> store
+Batch = Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Statistics:
+    """What the cache did in a visit."""
+
+    asked: int = 0  # rows that steps asked for
+    hits: int = 0  # of these, found at the level asked for
+    computed: int = 0  # rows run through some layers, for a step or ahead of it
+    layers_run: dict[tuple[int, int], int] = field(default_factory=dict)  # (from level, to level) -> rows
+    stale: int = 0  # slots refused because the layers below them had changed
+    damaged: int = 0  # slots refused for their checksum
+    bytes_stored: int = 0  # room claimed
+    fill_seconds: float = 0.0  # computing and storing
+    wait_seconds: float = 0.0  # a step waiting for stored rows
+    encoding_error: float = 0.0  # relative, of the first rows stored
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """A store and the ledger of what is in it."""
+
+    layout: Layout
+    store: Store
+    ledger: Ledger
+
+    def close(self) -> None:
+        self.store.close()
+        self.ledger.close()
+
+
+class PrefixCache:
+    """Hidden states of `num_slots` rows at the boundary of the active block.
+
+    make_store: makes the room for a shelf. levels: boundaries to keep as they are passed (descending order); None
+    keeps one shelf and moves it up (any other order).
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        *,
+        num_slots: int,
+        encoding: Encoding,
+        make_store: MakeStore,
+        levels: Sequence[int] | None = None,
+    ):
+        self.cut = cut
+        self.encoding = encoding
+        self.statistics = Statistics()
+        self.level = 0
+        self._num_slots = num_slots
+        self._make_store = make_store
+        self._levels = None if levels is None else sorted(levels)
+        self._key: Key = {}
+        self._dtype = torch.float32
+        self._shelves: dict[str, _Shelf] = {}
+        self._current = ""  # the shelf in use where there is one for all levels
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocktrain-prefetch")
+        self._coming: tuple[np.ndarray, Future[Tensor]] | None = None
+
+    # -- visits ---------------------------------------------------------------------------------------------------
+
+    def open(self, level: int, *, key: Key, sample: Batch) -> None:
+        """Start a visit whose active block begins at `level` >= 1.
+
+        key: what the rows in the slots are (another key empties the cache). sample: a batch of one row or more, run
+        to check the cut (`CutError`) and to learn the rows' shape.
+        """
+        self._settle()
+        if key != self._key:
+            self.clear()
+            self._key = dict(key)
+        self.statistics = Statistics()
+        self.level = level
+        self.cut.check(sample, level)
+        targets = [level] if self._levels is None else [at for at in self._levels if at <= level]
+        states = self.cut.states(sample, targets)
+        self._dtype = states[level].dtype
+        for at in targets:
+            self._claim(at, layout_of(self.encoding.encode(states[at])))
+        self._drop_what_is_of_no_use(level)
+        self.statistics.bytes_stored = sum(shelf.store.nbytes for shelf in self._shelves.values())
+
+    def held(self, level: int, *, key: Key) -> dict[int, int]:
+        """How many slots could be filled from which level (0: from the inputs) in a visit at `level`."""
+        best = np.zeros(self._num_slots, np.int32)
+        for shelf in self._shelves.values() if key == self._key else ():
+            levels = shelf.ledger.levels
+            np.maximum(best, np.where(levels <= level, levels, 0), out=best)
+        return {int(at): int((best == at).sum()) for at in np.unique(best)}
+
+    def clear(self) -> None:
+        """Give all room back and delete all files."""
+        self._settle()
+        for shelf in self._shelves.values():
+            shelf.close()
+        self._shelves = {}
+
+    def close(self, *, keep_files: bool = False) -> None:
+        """The cache is needed no more; `keep_files` where the run is only interrupted."""
+        self._reader.shutdown(wait=True)
+        if not keep_files:
+            self.clear()
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, slots: np.ndarray, batch: Batch) -> Tensor:
+        """Hidden states at the visit's level for `slots`, (B, ...), on the batch's device; rows that are not stored
+        there are computed from `batch` (the model's inputs for these slots) and stored."""
+        here = int((self._shelf(self.level).ledger.levels[slots] == self.level).sum())
+        self.statistics.asked += len(slots)
+        self.statistics.hits += here
+        start = time.perf_counter()
+        if here < len(slots):
+            return self.fill(slots, batch)
+        hidden = self._awaited(slots, _device(batch))
+        self.statistics.wait_seconds += time.perf_counter() - start
+        return hidden
+
+    def fill(self, slots: np.ndarray, batch: Batch) -> Tensor:
+        """The same without a step that asks: compute and store what is missing of `slots`."""
+        start = time.perf_counter()
+        shelf, device = self._shelf(self.level), _device(batch)
+        here = shelf.ledger.levels[slots] == self.level
+        parts = [(np.flatnonzero(here), self._read(shelf, slots[here], device))] if here.any() else []
+        for at, source in self._sources(slots, ~here):
+            parts.append((at, self._compute(source, slots[at], _rows_of(batch, at, len(slots)), device)))
+        self.statistics.fill_seconds += time.perf_counter() - start
+        if len(parts) == 1:
+            return parts[0][1]
+        order = np.argsort(np.concatenate([at for at, _ in parts]))
+        return torch.cat([hidden for _, hidden in parts])[torch.from_numpy(order).to(device)]
+
+    def prefetch(self, slots: np.ndarray, device: torch.device) -> None:
+        """Start reading `slots` in the background if they are all stored: the next `fetch` will ask for them."""
+        shelf = self._shelf(self.level)
+        if (shelf.ledger.levels[slots] == self.level).all():
+            self._coming = (slots, self._reader.submit(self._read, shelf, slots, device))
+
+    def missing(self, slots: np.ndarray) -> np.ndarray:
+        """Those of `slots` that a fetch would have to compute."""
+        return slots[self._shelf(self.level).ledger.levels[slots] != self.level]
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _awaited(self, slots: np.ndarray, device: torch.device) -> Tensor:
+        coming, self._coming = self._coming, None
+        if coming is not None and np.array_equal(coming[0], slots):
+            return coming[1].result()
+        return self._read(self._shelf(self.level), slots, device)
+
+    def _settle(self) -> None:
+        """Wait for a read in the background that nobody will ask for."""
+        if self._coming is not None:
+            self._coming[1].exception()
+            self._coming = None
+
+    def _read(self, shelf: _Shelf, slots: np.ndarray, device: torch.device) -> Tensor:
+        fields = {name: rows.to(device, non_blocking=True) for name, rows in shelf.store.read(slots).items()}
+        return self.encoding.decode(fields, self._dtype)
+
+    def _sources(self, slots: np.ndarray, wanted: np.ndarray) -> list[tuple[np.ndarray, tuple[int, _Shelf | None]]]:
+        """Positions in `slots` grouped by the highest level below the visit's that is stored of them."""
+        best = np.zeros(len(slots), np.int32)
+        names = np.full(len(slots), "", object)
+        for name, shelf in self._shelves.items():
+            levels = shelf.ledger.levels[slots]
+            better = wanted & (levels > best) & (levels < self.level)
+            best[better], names[better] = levels[better], name
+        groups = sorted({(int(best[i]), str(names[i])) for i in np.flatnonzero(wanted)})
+        return [
+            (np.flatnonzero(wanted & (best == level) & (names == name)), (level, self._shelves.get(name)))
+            for level, name in groups
+        ]
+
+    def _compute(
+        self, source: tuple[int, _Shelf | None], slots: np.ndarray, batch: Batch, device: torch.device
+    ) -> Tensor:
+        """Run `batch` from a stored level, or from its inputs, up to the visit's level; store what it passes."""
+        level, shelf = source
+        hidden = None if shelf is None else self._read(shelf, slots, device)
+        targets = [self.level] if self._levels is None else [at for at in self._levels if level < at <= self.level]
+        states = self.cut.states(batch, targets, level=level, hidden=hidden)
+        result = states[self.level]
+        if not self.statistics.computed:
+            self.statistics.encoding_error = self.encoding.error(result)
+        for at in targets:
+            fields = self.encoding.encode(states[at])
+            self._put(self._shelf(at), slots, at, fields)
+            if at == self.level:  # what is trained on is what will be read later, also the first time
+                result = self.encoding.decode(fields, self._dtype)
+        self.statistics.computed += len(slots)
+        run = (level, self.level)
+        self.statistics.layers_run[run] = self.statistics.layers_run.get(run, 0) + len(slots)
+        return result
+
+    @staticmethod
+    def _put(shelf: _Shelf, slots: np.ndarray, level: int, fields: Fields) -> None:
+        shelf.ledger.unmark(slots)
+        shelf.store.write(slots, fields)
+        shelf.ledger.mark(slots, level, fields)
+
+    def _shelf(self, level: int) -> _Shelf:
+        return self._shelves[self._shelf_name(level)]
+
+    def _shelf_name(self, level: int) -> str:
+        """Where rows of `level` go: a shelf of their own if levels are kept, else the one of their layout."""
+        return f"level-{level}" if self._levels is not None else self._current
+
+    def _claim(self, level: int, layout: Layout) -> None:
+        """See that there is a shelf for rows of `level`."""
+        if self._levels is None:
+            same = [name for name, shelf in self._shelves.items() if shelf.layout == layout]
+            self._current = same[0] if same else "rows-" + "x".join(str(n) for n in layout["data"].shape)
+        name = self._shelf_name(level)
+        if name in self._shelves:
+            return
+        described = {name: [list(item.shape), str(item.dtype)] for name, item in layout.items()}
+        key = {**self._key, "encoding": self.encoding.kind, "layout": described, "torch": torch.__version__}
+        store = self._make_store(name, self._num_slots, layout)
+        ledger = Ledger(self._num_slots, key=key, folder=store.folder)
+        self._shelves[name] = _Shelf(layout, store, ledger)
+        if store.folder is not None:
+            self.statistics.damaged += ledger.refuse_damaged(store)
+
+    def _drop_what_is_of_no_use(self, level: int) -> None:
+        """Refuse stale rows; close shelves that hold nothing from which this visit could go on."""
+        held = {int(at) for shelf in self._shelves.values() for at in np.unique(shelf.ledger.levels)}
+        now = fingerprints(self.cut.chain, {at for at in held if at} | {level} | set(self._levels or ()))
+        for name, shelf in list(self._shelves.items()):
+            self.statistics.stale += shelf.ledger.refuse_stale(now)
+            above = shelf.ledger.levels > level
+            shelf.ledger.unmark(np.flatnonzero(above)) if self._levels is None else None
+            if self._levels is None and name != self._shelf_name(level) and not shelf.ledger.levels.any():
+                self._shelves.pop(name).close()
+
+
+def _device(batch: Batch) -> torch.device:
+    return next(value.device for value in batch.values() if isinstance(value, Tensor))
+
+
+def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> dict[str, Any]:
+    """The batch's `rows`; the batch itself where that is all of them, in order."""
+    if len(rows) == count:
+        return dict(batch)
+    return {name: value[torch.from_numpy(rows).to(value.device)] for name, value in batch.items()}

@@ -1,0 +1,185 @@
+"""Does a prefix cache pay, and where should it lie? Arithmetic over measured rates; the answer comes with its reason.
+
+For one row, in seconds, summed over this visit and the later ones that share its rows:
+
+    without     uses x (FLOPs of the prefix / rate)
+    with        FLOPs of filling / rate  +  bytes / write rate  +  uses x bytes / read rate
+
+Filling a row that the visit before has stored costs the layers in between only. A row that is used once, of which
+nothing is stored and which no later visit sees again, costs as much to fill as to run: the cache can only lose.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from blocktrain.errors import ConfigError
+from blocktrain.prefix.encoding import Kind
+from blocktrain.units import format_bytes
+
+Place = Literal["device", "host", "file"]
+PLACES: tuple[Place, ...] = ("device", "host", "file")
+
+# Room that is left alone: for the rest of the training step on a device, for everybody else on host and disk.
+KEPT_FREE = {"device": 0.5, "host": 0.5, "file": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixConfig:
+    """The prefix cache of a run.
+
+    store: "auto" decides at each visit; "off"; or "device", "host" (pinned on a GPU machine), "file" (in the run's
+        folder).
+    dtype: "compute" stores hidden states as they are; "bf16"; "int8" with a scale for each token (lossy).
+    fill: "lazy" computes a row when it is first needed; "ahead" computes all before the visit, `fill_rows` at a time.
+    """
+
+    store: Literal["auto", "off", "device", "host", "file"] = "auto"
+    dtype: Kind = "compute"
+    fill: Literal["lazy", "ahead"] = "lazy"
+    fill_rows: int = 32
+
+    def __post_init__(self) -> None:
+        if self.fill_rows < 1:
+            raise ConfigError(f"fill_rows must be at least 1, not {self.fill_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one visit asks of a row."""
+
+    uses: float  # how often its steps ask for the row; below 1 where they do not reach all rows
+    prefix_flops: int  # from the inputs to the boundary
+    fill_flops: float  # from what is stored when the visit begins, averaged over the rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the choice depends on, all counted or measured."""
+
+    needs: Sequence[Need]  # this visit, and the later ones that see the same rows
+    num_slots: int
+    row_bytes: int  # over all boundaries that are kept at once
+    flops_per_second: float
+    read_bytes_per_second: Mapping[Place, float]
+    write_bytes_per_second: Mapping[Place, float]
+    free_bytes: Mapping[Place, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Where the cache lies (None: nowhere) and why; seconds over the visits looked at, by the arithmetic above."""
+
+    place: Place | None
+    reason: str
+    seconds_without: float = 0.0
+    seconds_with: float = 0.0
+
+
+def choose(facts: Facts, wanted: str = "auto") -> Choice:
+    """The first of device, host and file that fits and pays; one asked for by name is taken without asking that."""
+    without = facts.num_slots * sum(need.uses * need.prefix_flops for need in facts.needs) / facts.flops_per_second
+    if wanted != "auto":
+        return Choice(place=_place(wanted), reason=f"store = '{wanted}' in the configuration", seconds_without=without)
+    filling = facts.num_slots * sum(min(1.0, need.uses) * need.fill_flops for need in facts.needs)
+    filling_seconds = filling / facts.flops_per_second
+    if filling_seconds >= without:
+        return Choice(place=None, reason=_cannot_pay(facts), seconds_without=without)
+    nbytes = facts.num_slots * facts.row_bytes
+    refused = []
+    for place in (place for place in PLACES if place in facts.free_bytes):
+        room = max(0.0, facts.free_bytes[place] * (1 - KEPT_FREE[place]))
+        if nbytes > room:
+            refused.append(f"{place} has room for {format_bytes(room)} of {format_bytes(nbytes)}")
+            continue
+        moved = sum(
+            min(1.0, need.uses) / facts.write_bytes_per_second[place] + need.uses / facts.read_bytes_per_second[place]
+            for need in facts.needs
+        )
+        seconds = filling_seconds + nbytes * moved
+        if seconds < without:
+            reason = f"{place}: {seconds:.3g} s of filling and reading instead of {without:.3g} s of prefix passes"
+            return Choice(place=place, reason=reason, seconds_without=without, seconds_with=seconds)
+        refused.append(f"{place} would take {seconds:.3g} s instead of {without:.3g} s")
+    return Choice(place=None, reason="does not pay: " + "; ".join(refused), seconds_without=without)
+
+
+def _cannot_pay(facts: Facts) -> str:
+    need = facts.needs[0]
+    if not need.prefix_flops:
+        return "cannot pay: the prefix costs no FLOPs"
+    used = "once" if need.uses == 1 else f"{need.uses:.2g} times"
+    return (
+        f"cannot pay: each row is used {used} in the visit and no later visit sees it again; repeat rows within a "
+        "visit (schedule.visit = '2 epochs' of a [sampling] subset) or share a subset over a sweep (scope = 'sweep')"
+    )
+
+
+def _place(wanted: str) -> Place | None:
+    return next((place for place in PLACES if place == wanted), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second to and from each place, measured on this machine with `probe_bytes` of data."""
+
+    read: Mapping[Place, float]
+    write: Mapping[Place, float]
+
+
+def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 * 2**20) -> Rates:
+    """Time copies to and from the device, within the host, and to a file in `folder`; takes about 0.1 seconds."""
+    rows = torch.ones(64, probe_bytes // 64, dtype=torch.uint8)
+    index = torch.from_numpy(np.random.default_rng(0).permutation(64))
+    read: dict[Place, float] = {"host": _rate(lambda: rows[index].to(device), probe_bytes)}
+    write: dict[Place, float] = {"host": _rate(rows.clone, probe_bytes)}
+    if device.type != "cpu":
+        there = rows.to(device)
+        where = index.to(device)
+        read["device"] = _rate(lambda: there[where].sum().item(), probe_bytes)
+        write["device"] = _rate(lambda: there.copy_(rows).sum().item(), probe_bytes)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".probe-") as place:
+        path = Path(place) / "rows"
+        data = rows.numpy()
+        write["file"] = _rate(lambda: data.tofile(path), probe_bytes)
+        mapped = np.memmap(path, np.uint8, "r", shape=tuple(rows.shape))
+        read["file"] = _rate(lambda: torch.from_numpy(np.take(mapped, index.numpy(), axis=0)).to(device), probe_bytes)
+    return Rates(read=read, write=write)
+
+
+def free_bytes(device: torch.device, folder: Path) -> dict[Place, float]:
+    """What is free now: on the device (where there is one beside the host), in host memory, on the disk of `folder`."""
+    free: dict[Place, float] = {"host": float(_available_memory()), "file": float(shutil.disk_usage(folder).free)}
+    if device.type == "cuda":
+        free["device"] = float(torch.cuda.mem_get_info(device)[0])
+    return free
+
+
+def _available_memory() -> int:
+    """Host memory that can be had without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _rate(action, nbytes: int) -> float:
+    """The best of three: what the machine can do when it is not disturbed."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return nbytes / best

@@ -1,0 +1,292 @@
+"""The prefix cache in a run: decide at each visit, open, feed the steps, and say what it did.
+
+The cache never decides what is learned: with `dtype = "compute"` a run has the same losses and weights with it,
+without it, and when it breaks down half-way (a full disk), bit for bit in fp32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.blocks.block import Block
+from blocktrain.data.sampling import StepRows
+from blocktrain.errors import StorageError
+from blocktrain.events import Event
+from blocktrain.prefix.cache import PrefixCache
+from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
+from blocktrain.prefix.cut import Cut, CutError
+from blocktrain.prefix.encoding import Encoding
+from blocktrain.prefix.ledger import Key
+from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes
+from blocktrain.runtime import synchronize
+from blocktrain.schedule import Visit
+from blocktrain.train.job import Job
+from blocktrain.train.task import to_device
+
+log = logging.getLogger(__name__)
+
+
+class PrefixedSteps:
+    """Runs the steps of a job's visits with the frozen prefix stored where that pays.
+
+    forward_flops: of each layer, for the rows of one optimizer step.
+    """
+
+    def __init__(self, job: Job, folder: Path, forward_flops: Sequence[int]):
+        self.job = job
+        self.folder = folder
+        self.broken: str | None = None  # why caching was given up for the rest of the run
+        self._forward = [flops / job.pace.rows_per_step for flops in forward_flops]  # of each layer, one row
+        self._cut = Cut(job.partition.chain)
+        self._levels = {block.index: _level(job, block) for block in job.partition}
+        self._cache: PrefixCache | None = None
+        self._place: Place = "host"
+        self._rates: Rates | None = None  # measured once, when first asked for
+        self._choice: Choice | None = None
+        self._flops_per_second = float("inf")
+        self._visit: Visit | None = None
+
+    # -- a visit --------------------------------------------------------------------------------------------------
+
+    def open(self, visit: Visit) -> Event | None:
+        """Decide for a visit and open its cache; the record to log, None where there is nothing to decide."""
+        self._visit, self._choice = visit, None
+        level = self._levels[visit.block.index]
+        reason = self._refusal(level)
+        if level == 0 or (reason is None and self.job.config.prefix.store == "off"):
+            return None
+        if reason is None:
+            try:
+                self._choice = self._decide(visit, level)
+                reason = self._choice.reason
+                if self._choice.place is not None:
+                    self._open_cache(visit, level, self._choice.place)
+            except (CutError, StorageError) as error:
+                self._give_up(error)
+                reason = str(error)
+        place = None if self._choice is None else self._choice.place
+        return {"kind": "cache", "place": place, "reason": reason, "level": level}
+
+    def running(self, rows: StepRows, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Inside, the model runs `batch` from the visit's boundary; as it is, where nothing is cached."""
+        if not self.active or self._cache is None:
+            return nullcontext()
+        try:
+            hidden = self._cache.fetch(rows.slots, batch)
+        except StorageError as error:
+            self._give_up(error)
+            return nullcontext()
+        return self._cut.running(level=self._cache.level, hidden=hidden)
+
+    def prefetch(self, rows: StepRows) -> None:
+        """Start reading what the next call of `running` will want."""
+        if self.active and self._cache is not None:
+            self._cache.prefetch(rows.slots, self.job.device)
+
+    @property
+    def active(self) -> bool:
+        """Whether this visit's steps run from stored hidden states."""
+        return self._choice is not None and self._choice.place is not None and self.broken is None
+
+    def close_visit(self) -> Event | None:
+        """What the cache did in the visit, as a record to log."""
+        cache = self._cache
+        if not self.active or cache is None:
+            return None
+        seen = cache.statistics
+        saved = self.flops_saved()
+        return {
+            "kind": "cached",
+            "place": self._place,
+            "dtype": self.job.config.prefix.dtype,
+            "bytes": seen.bytes_stored,
+            "rows": seen.asked,
+            "hits": seen.hits,
+            "computed": seen.computed,
+            "stale": seen.stale,
+            "damaged": seen.damaged,
+            "fill_seconds": round(seen.fill_seconds, 4),
+            "wait_seconds": round(seen.wait_seconds, 4),
+            "encoding_error": seen.encoding_error,
+            "flops_saved": saved,
+            "seconds_saved": round(saved / self._flops_per_second - seen.wait_seconds, 4),
+        }
+
+    def flops_saved(self) -> int:
+        """FLOPs that the visit has not spent so far, against the same steps without a cache: their prefix passes, less
+        what was spent to fill."""
+        if not self.active or self._cache is None:
+            return 0
+        seen = self._cache.statistics
+        filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
+        return round(seen.asked * self._flops(0, self._cache.level) - filled)
+
+    def __enter__(self) -> PrefixedSteps:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The run has ended, or is interrupted: then it will look for its files again."""
+        if self._cache is not None:
+            self._cache.close(keep_files=kind is not None)
+        if kind is None:
+            shutil.rmtree(self.folder / "prefix", ignore_errors=True)
+
+    # -- deciding -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, level: int) -> str | None:
+        config = self.job.config
+        if self.broken is not None:
+            return self.broken
+        if level and config.blocks.frozen_dropout:
+            return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
+        if level and self.job.task.augmented and config.sampling.variants is None:
+            return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
+        return None
+
+    def _decide(self, visit: Visit, level: int) -> Choice:
+        """Count, measure, choose."""
+        job, config = self.job, self.job.config.prefix
+        self._cut.check(self._sample(visit, 1), level)
+        self._flops_per_second = self._measure_rate(visit, level)
+        states = self._cut.states(self._sample(visit, 1), [level])[level]
+        kept = len([at for at in self._kept() or (level,) if at <= level])
+        if self._rates is None:
+            self._rates = measure_rates(job.device, self._made(self.folder))
+        facts = Facts(
+            needs=self._needs(visit, level),
+            num_slots=job.rows.num_slots,
+            row_bytes=kept * slot_bytes(layout_of(Encoding(config.dtype).encode(states))),
+            flops_per_second=self._flops_per_second,
+            read_bytes_per_second=self._rates.read,
+            write_bytes_per_second=self._rates.write,
+            free_bytes=free_bytes(job.device, self.folder),
+        )
+        return choose(facts, config.store)
+
+    def _needs(self, visit: Visit, level: int) -> list[Need]:
+        """This visit's, and those of the sweep's later visits that find this one's rows stored."""
+        job = self.job
+        uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.rows.num_slots
+        held = {0: 1} if self._cache is None else self._cache.held(level, key=self._key(visit))
+        fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
+        needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
+        subset, before = job.rows.subset(visit=visit.index, sweep=visit.sweep), level
+        for later in job.schedule.visits(job.partition, start=visit.index + 1):
+            at = self._levels[later.block.index]
+            same = later.sweep == visit.sweep and job.rows.subset(visit=later.index, sweep=later.sweep) == subset
+            if not same or uses < 1 or not at:
+                break
+            if self._kept():
+                fill = 0.0
+            elif at > before:
+                fill = self._flops(before, at)
+            else:
+                break
+            needs.append(Need(uses=uses, prefix_flops=round(self._flops(0, at)), fill_flops=fill))
+            before = at
+        return needs
+
+    def _kept(self) -> list[int] | None:
+        """In descending order every boundary is kept, as none goes stale before its visit."""
+        if self.job.schedule.order != "descending":
+            return None
+        return sorted({level for level in self._levels.values() if level})
+
+    def _measure_rate(self, visit: Visit, level: int) -> float:
+        """FLOPs per second of the prefix on a micro-batch; the better of two passes."""
+        rows = self.job.config.batch.micro_rows or self.job.config.batch.rows
+        batch, best = self._sample(visit, rows), float("inf")
+        for _ in range(2):
+            synchronize(self.job.device)
+            start = time.perf_counter()
+            self._cut.states(batch, [level])
+            synchronize(self.job.device)
+            best = min(best, time.perf_counter() - start)
+        return max(1.0, rows * self._flops(0, level) / best)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _open_cache(self, visit: Visit, level: int, place: Place) -> None:
+        config = self.job.config.prefix
+        self._place = place
+        if self._cache is None:
+            self._cache = PrefixCache(
+                self._cut,
+                num_slots=self.job.rows.num_slots,
+                encoding=Encoding(config.dtype),
+                make_store=self._make_store,
+                levels=self._kept(),
+            )
+        self._cache.open(level, key=self._key(visit), sample=self._sample(visit, 1))
+        if config.fill == "ahead":
+            self._fill_ahead(visit)
+
+    def _fill_ahead(self, visit: Visit) -> None:
+        """Compute every row before the first step, in batches of `fill_rows` and no gradients."""
+        assert self._cache is not None
+        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
+        for start in range(0, self.job.rows.num_slots, self.job.rows.subset_rows):  # one variant after another
+            missing = self._cache.missing(np.arange(start, start + self.job.rows.subset_rows))
+            for at in range(0, len(missing), self.job.config.prefix.fill_rows):
+                rows = self.job.rows.slot_rows(missing[at : at + self.job.config.prefix.fill_rows], subset=subset)
+                self._cache.fill(rows.slots, self._batch(rows))
+
+    def _make_store(self, name: str, slots: int, layout: Layout) -> Store:
+        match self._place:
+            case "file":
+                return FileStore(self.folder / "prefix" / name, slots, layout)
+            case "device":
+                return MemoryStore(slots, layout, device=self.job.device)
+            case "host":
+                return MemoryStore(slots, layout, device=torch.device("cpu"), pin=self.job.device.type == "cuda")
+
+    def _key(self, visit: Visit) -> Key:
+        """What is in the slots: which rows, of which data, augmented how."""
+        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
+        indices = self.job.rows.subset_indices(subset)
+        return {
+            "rows": hashlib.sha256(indices.tobytes()).hexdigest(),
+            "data": self.job.task.fingerprint,
+            "first_variant": subset * (self.job.config.sampling.variants or 0),
+            "dropout": False,
+        }
+
+    def _sample(self, visit: Visit, rows: int) -> dict[str, Tensor]:
+        slots = np.arange(min(rows, self.job.rows.subset_rows))
+        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
+        return self._batch(self.job.rows.slot_rows(slots, subset=subset))
+
+    def _batch(self, rows: StepRows) -> dict[str, Tensor]:
+        return to_device(self.job.task.train.batch(rows.rows, variant=rows.variant), self.job.device)
+
+    def _flops(self, start: int, end: int) -> float:
+        """Of one row's forward pass through layers [start, end)."""
+        return sum(self._forward[start:end])
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without a cache, and say so once."""
+        self.broken = f"given up: {error}"
+        log.warning("training goes on without a prefix cache: %s", error)
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+    @staticmethod
+    def _made(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def _level(job: Job, block: Block) -> int:
+    """The boundary below a block's first layer."""
+    return job.partition.chain.layers.index(block.layers[0])

@@ -1,0 +1,579 @@
+"""The block optimizer is PyTorch's own, on one block at a time: nothing is added, lost, or moved that should not be."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.blocks.partition import partition
+from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.optim.decay import nothing
+from blocktrain.optim.precision import BF16_EXACT, FP32, Precision, join
+from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
+
+Class = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same_state(a: BlockState | None, b: BlockState | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.keys() != b.keys() or any(a[name].keys() != b[name].keys() for name in a):
+        return False
+    pairs = [(a[name][key], b[name][key]) for name in a for key in a[name]]
+    return all(torch.equal(x, y) and x.dtype == y.dtype if torch.is_tensor(x) else x == y for x, y in pairs)
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def train(optimizer: BlockOptimizer, batch, steps: range) -> None:
+    for step in steps:
+        optimizer.partition.model(**batch(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- one block is ordinary training -----------------------------------------------------------------------------------
+
+
+def split_for(cls: type, model: nn.Module) -> tuple[list[str], list[str]]:
+    """By hand: what Muon takes (matrices of the transformer layers) and what goes to AdamW; all to other classes."""
+    names = dict(model.named_parameters())
+    if cls is not torch.optim.Muon:
+        return list(names), []
+    matrices = [name for name, p in names.items() if name.startswith("transformer.h.") and p.ndim == 2]
+    return matrices, [name for name in names if name not in matrices]
+
+
+def plain_optimizers(model: nn.Module, cls: type, keywords: dict[str, Any], *, decay_all: bool) -> list:
+    named = dict(model.named_parameters())
+    optimizers = []
+    others = {key: keywords[key] for key in ("lr", "weight_decay") if key in keywords}
+    for (kind, options), names in zip(
+        ((cls, keywords), (torch.optim.AdamW, others)), split_for(cls, model), strict=True
+    ):
+        if not names:
+            continue
+        if decay_all or "weight_decay" not in inspect.signature(kind).parameters:
+            optimizers.append(kind([named[name] for name in names], **options))
+            continue
+        undecayed = [name for name in names if name.endswith(".bias") or ".ln_" in name]
+        groups = [
+            {"params": [named[name] for name in names if name not in undecayed]},
+            {"params": [named[name] for name in undecayed], "weight_decay": 0.0},
+        ]
+        optimizers.append(kind([group for group in groups if group["params"]], **options))
+    return optimizers
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_one_block_is_bitwise_an_ordinary_training_loop(optimizer_class: Class, decay_all: bool, gpt2, batch):
+    cls, keywords = optimizer_class
+    plain = gpt2().train()
+    optimizers = plain_optimizers(plain, cls, keywords, decay_all=decay_all)
+    for step in range(4):
+        plain(**batch(step)).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = gpt2()
+    parts = partition(model, num_blocks=1)
+    choice = {"undecayed": nothing} if decay_all else {}
+    ours = BlockOptimizer(parts, cls, **choice, **keywords)
+    with ours.visit(parts[0]):
+        train(ours, batch, range(4))
+        state = ours.block_state(0)
+
+    assert same_weights(model, plain)
+    names = {id(p): name for name, p in plain.named_parameters()}
+    expected = {names[id(p)]: entries for optimizer in optimizers for p, entries in optimizer.state.items()}
+    expected = {name: {key: v for key, v in entries.items() if v is not None} for name, entries in expected.items()}
+    assert same_state(state, expected)
+    assert not same_weights(model, gpt2())
+
+
+# -- three blocks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_only_the_active_block_moves(precision: Precision, gpt2, batch):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, precision=precision)
+    for block in parts:
+        before = weights(parts.model)
+        with optimizer.visit(block):
+            for step in range(2):
+                parts.model(**batch(step)).loss.backward()
+                for name, p in parts.model.named_parameters():
+                    assert p.requires_grad == (name in block.parameters)
+                    assert name in block.parameters or p.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = {name for name, value in weights(parts.model).items() if not torch.equal(value, before[name])}
+        assert moved == set(block.parameters)
+        assert all(p.grad is None and not p.requires_grad for p in parts.model.parameters())
+
+
+def test_constructing_freezes_the_model(gpt2, batch):
+    model = gpt2()
+    model(**batch(0)).loss.backward()
+    BlockOptimizer(partition(model, num_blocks=3), torch.optim.AdamW, precision=BF16_EXACT)
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+
+
+def test_a_visit_that_fails_retires_its_block(gpt2, batch):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, precision=BF16_EXACT, state=KeepOnHost())
+    with contextlib.suppress(KeyboardInterrupt), optimizer.visit(parts[1]):
+        train(optimizer, batch, range(1))
+        parts.model(**batch(1)).loss.backward()
+        raise KeyboardInterrupt
+    assert optimizer.active is None
+    assert all(p.grad is None and not p.requires_grad for p in parts.model.parameters())
+    assert optimizer.block_state(1) is not None
+    with optimizer.visit(parts[2]):
+        train(optimizer, batch, range(1))
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_state_bytes_are_as_predicted(optimizer_class: Class, precision: Precision, gpt2, batch):
+    cls, keywords = optimizer_class
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, cls, precision=precision, **keywords)
+    for block in parts:
+        predicted = optimizer.predicted_state_bytes(block)
+        with optimizer.visit(block):
+            train(optimizer, batch, range(2))
+            assert optimizer.state_bytes() == predicted > 0
+
+
+def test_adam_keeps_two_moments_and_a_step_count_of_the_active_block(gpt2, batch):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-3)
+    for block in parts:
+        with optimizer.visit(block):
+            train(optimizer, batch, range(1))
+            assert optimizer.state_bytes() == 2 * 4 * block.num_parameters + 4 * len(block.parameters)
+
+
+def test_the_prediction_does_not_need_the_device_of_the_model(gpt2):
+    optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, capturable=True)
+    block = optimizer.partition[1]
+    assert optimizer.predicted_state_bytes(block) == 2 * 4 * block.num_parameters + 4 * len(block.parameters)
+
+
+def test_muon_takes_the_hidden_matrices_and_others_the_rest(gpt2):
+    parts = partition(gpt2(), num_blocks=1)
+    others = (torch.optim.SGD, {"lr": 0.5})
+    optimizer = BlockOptimizer(parts, torch.optim.Muon, lr=0.1, others=others)
+    with optimizer.visit(parts[0]):
+        muon, *rest = optimizer.param_groups
+        names = {id(p): name for name, p in parts.model.named_parameters()}
+        taken = {names[id(p)] for p in muon["params"]}
+        assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1) for m in MATRICES}
+        assert {group["lr"] for group in rest} == {0.5}
+        assert sum(len(group["params"]) for group in (muon, *rest)) == len(names)
+
+
+MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+# -- state between visits ---------------------------------------------------------------------------------------------
+
+
+STORES = {"drop": lambda folder: Drop(), "host": lambda folder: KeepOnHost(), "disk": KeepOnDisk}
+
+
+@pytest.fixture(params=STORES.values(), ids=list(STORES))
+def make_store(request: pytest.FixtureRequest):
+    return request.param
+
+
+def test_state_after_reactivation_is_the_state_at_retirement(optimizer_class: Class, make_store, tmp_path, gpt2, batch):
+    cls, keywords = optimizer_class
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, cls, state=make_store(tmp_path), **keywords)
+    with optimizer.visit(parts[0]):
+        fresh = optimizer.block_state(0)  # Adagrad, alone, has state before its first step
+        train(optimizer, batch, range(2))
+        retired = optimizer.block_state(0)
+    for block in (1, 2):
+        with optimizer.visit(parts[block]):
+            train(optimizer, batch, range(2, 4))
+    dropped = isinstance(optimizer.store, Drop)
+    assert same_state(optimizer.block_state(0), None if dropped else retired)
+    with optimizer.visit(parts[0]):
+        assert same_state(optimizer.block_state(0), fresh if dropped else retired)
+        train(optimizer, batch, range(4, 5))
+
+
+def test_keeping_state_on_disk_trains_as_keeping_it_on_the_host(tmp_path, gpt2, batch):
+    models = []
+    for store in (KeepOnHost(), KeepOnDisk(tmp_path)):
+        parts = partition(gpt2(), num_blocks=3)
+        optimizer = BlockOptimizer(parts, torch.optim.NAdam, lr=1e-2, state=store)
+        for visit in range(6):
+            with optimizer.visit(parts[visit % 3]):
+                train(optimizer, batch, range(2 * visit, 2 * visit + 2))
+        models.append(parts.model)
+    assert same_weights(*models)
+
+
+def test_the_folder_of_an_older_run_is_not_used(tmp_path, gpt2, batch):
+    def first_visit() -> nn.Module:
+        parts = partition(gpt2(), num_blocks=3)
+        optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, state=KeepOnDisk(tmp_path))
+        with optimizer.visit(parts[0]):
+            train(optimizer, batch, range(3))
+        return parts.model
+
+    assert same_weights(first_visit(), first_visit())
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def three_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0):
+    """Visits of 4 steps to blocks 0, 1, 2, 0, 1. At `stop_at`, in mid-visit, returns what a checkpoint would hold; from
+    `start`, in mid-visit, goes on."""
+    for visit in range(start // 4, 5):
+        with optimizer.visit(optimizer.partition[visit % 3]):
+            for step in range(max(start, 4 * visit), 4 * visit + 4):
+                if step == stop_at:
+                    return weights(optimizer.partition.model), optimizer.state_dict()
+                train(optimizer, batch, range(step, step + 1))
+    return None
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.Muon])
+@pytest.mark.parametrize("stop_at", [2, 14])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
+    cls, precision: Precision, stop_at: int, make_store, tmp_path, gpt2, batch
+):
+    """Stopped in the first visit, when no other block has state, and in the fourth, when all have."""
+
+    def make(folder: str) -> BlockOptimizer:
+        parts = partition(gpt2(), num_blocks=3)
+        return BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=make_store(tmp_path / folder))
+
+    uninterrupted = make("uninterrupted")
+    three_visits(uninterrupted, batch)
+    stopped = make("stopped")
+    at_stop, saved = three_visits(stopped, batch, stop_at=stop_at) or ({}, {})
+    # The run went on after its checkpoint before it was killed; with a store on disk that is still there.
+    stopped.load_state_dict(saved)
+    three_visits(stopped, batch, start=stop_at)
+
+    resumed = make("stopped")
+    with torch.no_grad():
+        for name, p in resumed.partition.model.named_parameters():
+            p.copy_(at_stop[name])
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict()["active"] == saved["active"]
+    three_visits(resumed, batch, start=stop_at)
+
+    assert resumed.position() == uninterrupted.position()
+    assert same_weights(resumed.partition.model, uninterrupted.partition.model)
+    for block in uninterrupted.partition:
+        assert same_state(resumed.block_state(block.index), uninterrupted.block_state(block.index))
+        left, expected = resumed.block_remainders(block.index), uninterrupted.block_remainders(block.index)
+        assert left.keys() == expected.keys()
+        assert all(torch.equal(left[name], expected[name]) for name in expected)
+
+
+def saved_in_mid_visit(gpt2, batch, **options: Any) -> tuple[BlockOptimizer, dict[str, Any]]:
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, **options)
+    with optimizer.visit(parts[1]):
+        train(optimizer, batch, range(2))
+        return optimizer, optimizer.state_dict()
+
+
+def test_what_was_loaded_can_be_saved_again_before_anything_else(gpt2, batch):
+    _, saved = saved_in_mid_visit(gpt2, batch)
+    again = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, lr=1e-2)
+    again.load_state_dict(saved)
+    once_more = again.state_dict()
+    assert {key: once_more[key] for key in ("active", "steps", "changed_at")} == {
+        "active": 1,
+        "steps": 2,
+        "changed_at": [0, 2, 0],
+    }
+    assert once_more["blocks"].keys() == {1}
+    assert same_state(once_more["blocks"][1], saved["blocks"][1])
+
+
+def test_the_saved_state_waits_for_its_block(gpt2, batch):
+    """Another block may be visited first."""
+    _, saved = saved_in_mid_visit(gpt2, batch)
+    optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, lr=1e-2)
+    optimizer.load_state_dict(saved)
+    with optimizer.visit(optimizer.partition[0]):
+        train(optimizer, batch, range(1))
+    with optimizer.visit(optimizer.partition[1]):
+        assert same_state(optimizer.block_state(1), saved["blocks"][1])
+    with optimizer.visit(optimizer.partition[1]):
+        assert optimizer.block_state(1) == {}  # dropped, as the store says
+
+
+def test_state_saved_is_not_changed_by_training_on(gpt2, batch):
+    optimizer, saved = saved_in_mid_visit(gpt2, batch, state=KeepOnHost())
+    moments = {name: entries["exp_avg"].clone() for name, entries in saved["blocks"][1].items()}
+    optimizer.load_state_dict(saved)
+    with optimizer.visit(optimizer.partition[1]):
+        train(optimizer, batch, range(2))
+    assert all(torch.equal(saved["blocks"][1][name]["exp_avg"], value) for name, value in moments.items())
+
+
+def test_loading_what_does_not_fit(gpt2, batch):
+    optimizer, saved = saved_in_mid_visit(gpt2, batch, state=KeepOnHost())
+    two = BlockOptimizer(partition(gpt2(), num_blocks=2), torch.optim.AdamW)
+    with pytest.raises(CheckpointError, match="the saved optimizer has 3 blocks, this partition 2"):
+        two.load_state_dict(saved)
+    moved = {**saved, "blocks": {2: saved["blocks"][1]}}
+    name = min(saved["blocks"][1])
+    with pytest.raises(CheckpointError, match=rf"the saved block 2 holds '{name}', which is not in this block"):
+        optimizer.load_state_dict(moved)
+    assert optimizer.block_state(1) is not None  # nothing was touched
+
+
+@pytest.mark.parametrize(("before", "after"), [(FP32, BF16_EXACT), (BF16_EXACT, FP32)])
+def test_loading_another_precision(before: Precision, after: Precision, gpt2, batch):
+    """Without its remainders a bf16 model would have no masters, and train in bf16 without a word."""
+    _, saved = saved_in_mid_visit(gpt2, batch, precision=before)
+    other = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, precision=after)
+    with pytest.raises(CheckpointError, match=f"precision '{after.name}' needs .* with the precision it was saved"):
+        other.load_state_dict(saved)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+class FixedGradients(nn.Module):
+    """loss = sum(w * g): the gradient of each weight is its own constant, exact in bf16."""
+
+    def __init__(self, layers: int = 2, size: int = 4096):
+        super().__init__()
+        self.vectors = [nn.Parameter(torch.randn(size) * 0.02) for _ in range(layers)]
+        self.layers = nn.ModuleList(nn.ParameterList([vector]) for vector in self.vectors)
+        self.gradients = [torch.randn(size).sign() for _ in range(layers)]
+
+    def forward(self) -> Tensor:
+        return torch.stack([(w * g).sum() for w, g in zip(self.vectors, self.gradients, strict=True)]).sum()
+
+
+def fixed_gradients() -> tuple[FixedGradients, Partition]:
+    torch.manual_seed(2)
+    model = FixedGradients()
+    return model, partition(model, num_blocks=2, layers={"0": ["layers.0"], "1": ["layers.1"]})
+
+
+RATE, VISITS, STEPS = 1e-6, 10, 10
+
+
+def ten_visits(precision: Precision) -> tuple[FixedGradients, BlockOptimizer]:
+    model, parts = fixed_gradients()
+    optimizer = BlockOptimizer(parts, torch.optim.SGD, lr=RATE, precision=precision)
+    for _ in range(VISITS):
+        for block in parts:
+            with optimizer.visit(block):
+                for _ in range(STEPS):
+                    model().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_bf16_keeps_all_of_the_movement_that_rebuilding_masters_loses():
+    """BAdam rebuilds the fp32 master from bf16 at each switch: at learning rate 1e-6 most weights then never move."""
+    start = fixed_gradients()[0]
+    in_fp32, _ = ten_visits(FP32)
+    in_bf16, optimizer = ten_visits(BF16_EXACT)
+    for index, (begun, expected, weight, gradient) in enumerate(
+        zip(start.vectors, in_fp32.vectors, in_bf16.vectors, start.gradients, strict=True)
+    ):
+        assert weight.dtype == torch.bfloat16
+        (remainder,) = optimizer.block_remainders(index).values()
+        assert torch.equal(join(weight.data, remainder), expected)  # bit for bit
+
+        rebuilt = begun.detach().bfloat16()
+        for _ in range(VISITS):
+            master = rebuilt.float()
+            for _ in range(STEPS):
+                master -= RATE * gradient
+            rebuilt = master.bfloat16()
+        never_moved = (rebuilt == begun.detach().bfloat16()).float().mean().item()
+        kept = ((begun.bfloat16() - rebuilt).float() * gradient).mean().item() / (RATE * VISITS * STEPS)
+        assert never_moved > 0.5
+        assert kept < 0.7
+
+
+def test_micro_batches_add_up_in_fp32():
+    """256 gradients of 2^-9 after one of 1: in bf16 each of them is lost."""
+    in_bf16 = torch.ones((), dtype=torch.bfloat16)
+    for _ in range(256):
+        in_bf16 += 2**-9
+    assert in_bf16.item() == 1.0
+
+    model, parts = fixed_gradients()
+    model.gradients[0] = torch.ones(4096)
+    optimizer = BlockOptimizer(parts, torch.optim.SGD, lr=RATE, precision=BF16_EXACT)
+    with optimizer.visit(parts[0]):
+        model().backward()
+        for _ in range(256):
+            (model() * 2**-9).backward()
+        (gradient,) = optimizer.gradients()
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, torch.full((4096,), 1.5))
+        assert all(weight.grad is None for weight in model.parameters())  # no second copy in bf16
+        optimizer.zero_grad()
+        assert optimizer.gradients() == []
+
+
+def test_a_model_that_is_already_in_bf16_begins_with_what_it_has(gpt2):
+    model = gpt2().bfloat16()
+    before = weights(model)
+    optimizer = BlockOptimizer(partition(model, num_blocks=3), torch.optim.AdamW, precision=BF16_EXACT)
+    with optimizer.visit(optimizer.partition[0]):
+        pass
+    after = weights(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# -- parameters without gradient --------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Two experts of which only the first is chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.chosen, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(x)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_an_active_parameter_without_gradient_is_left_as_it_is(precision: Precision):
+    """BAdam aborts at an expert that no token chose."""
+    model = nn.Sequential(Experts(), nn.Linear(8, 1))
+    parts = partition(model, num_blocks=2)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=0.1, weight_decay=0.5, precision=precision)
+    before = weights(model)
+    with optimizer.visit(parts[0]):
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=precision.weights)).sum().backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (optimizer.block_state(0) or {}).keys() == {"0.chosen.weight", "0.chosen.bias"}
+    moved = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
+    assert moved == {"0.chosen.weight", "0.chosen.bias"}
+
+
+# -- inside a visit ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_is_pytorchs(max_norm: float, gpt2, batch):
+    plain = gpt2().train()
+    plain(**batch(0)).loss.backward()
+    parts = partition(gpt2(), num_blocks=1)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW)
+    with optimizer.visit(parts[0]):
+        parts.model(**batch(0)).loss.backward()
+        named = dict(plain.named_parameters())
+        in_our_order = [named[name] for name in parts[0].parameters]  # a norm of norms depends on their order
+        expected = torch.nn.utils.clip_grad_norm_(in_our_order, max_norm)
+        assert torch.equal(optimizer.clip_grad_norm(max_norm), expected)
+        assert expected > 0.01
+        for name, p in named.items():
+            mine, theirs = parts.model.get_parameter(name).grad, p.grad
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine, theirs)
+
+
+def test_clipping_reaches_the_gradients_of_masters():
+    model, parts = fixed_gradients()
+    optimizer = BlockOptimizer(parts, torch.optim.SGD, lr=RATE, precision=BF16_EXACT)
+    with optimizer.visit(parts[0]):
+        model().backward()
+        assert optimizer.clip_grad_norm().item() == 64.0  # sqrt(4096 * 1)
+        assert optimizer.clip_grad_norm(6.4).item() == 64.0
+        assert optimizer.clip_grad_norm().item() == pytest.approx(6.4, rel=1e-5)
+
+
+def test_learning_rates_are_scaled_from_where_they_began(gpt2):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.Muon, lr=0.2, others=(torch.optim.AdamW, {"lr": 0.01}))
+    for block in parts:
+        with optimizer.visit(block):
+            began = [group["lr"] for group in optimizer.param_groups]
+            for factor in (0.5, 0.25, 1.0):
+                optimizer.scale_learning_rate(factor)
+                assert [group["lr"] for group in optimizer.param_groups] == [rate * factor for rate in began]
+
+
+def test_visits_do_not_nest(gpt2):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW)
+    with optimizer.visit(parts[0]):
+        with (
+            pytest.raises(ConfigError, match=r"Block\(1: .*cannot be activated: Block\(0: .*still is; leave its visit"),
+            optimizer.visit(parts[1]),
+        ):
+            pass
+        assert optimizer.active is parts[0]
+        assert all(p.requires_grad for p in parts[0].parameters.values())
+
+
+def foreign(parts: Partition) -> list[Block]:
+    return [parts.whole, partition(parts.model, num_blocks=3)[0]]
+
+
+def test_a_block_of_another_partition_is_refused(gpt2):
+    parts = partition(gpt2(), num_blocks=2)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW)
+    for block in foreign(parts):
+        with (
+            pytest.raises(ConfigError, match=r"is not a block of this optimizer's partition; visit one of Partition"),
+            optimizer.visit(block),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("use", ["step", "zero_grad", "gradients", "clip_grad_norm", "state_bytes"])
+def test_outside_a_visit(use: str, gpt2):
+    optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=r"no block is active: use 'with optimizer.visit\(block\):'"):
+        getattr(optimizer, use)()
+
+
+def test_loading_inside_a_visit(gpt2, batch):
+    optimizer, saved = saved_in_mid_visit(gpt2, batch)
+    with (
+        optimizer.visit(optimizer.partition[0]),
+        pytest.raises(ConfigError, match=r"Block\(0: .* is active: leave its visit before loading"),
+    ):
+        optimizer.load_state_dict(saved)
+
+
+def test_every_store_is_a_store(tmp_path):
+    stores: list[StateStore] = [make(tmp_path) for make in STORES.values()]
+    assert [store.get(0) for store in stores] == [None, None, None]

@@ -1,0 +1,146 @@
+"""State survives its stay on the host or on disk unchanged, and files are there whole or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from blocktrain.errors import StorageError
+from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore, decode_state, encode_state
+
+# What optimizers keep: moments of any dtype and shape, step counts without dimension, plain numbers; names with
+# anything in them.
+STATE: BlockState = {
+    "h.0.weight": {
+        "exp_avg": torch.randn(4, 3),
+        "exp_avg_sq": torch.rand(3, 4).T,
+        "step": torch.tensor(7.0),
+        "calls": 2**53 + 1,
+        "ratio": 0.1 + 0.2,
+        "limit": float("inf"),
+        "ready": True,
+    },
+    "odd//name/é": {
+        "low": torch.randn(5).bfloat16(),
+        "bits": torch.arange(3, dtype=torch.int16),
+        "empty": torch.ones(0),
+    },
+    "only.numbers": {"count": 0},
+}
+
+
+def assert_same(found: BlockState | None, expected: BlockState) -> None:
+    assert found is not None
+    assert found.keys() == expected.keys()
+    for name, entries in expected.items():
+        assert found[name].keys() == entries.keys()
+        for key, value in entries.items():
+            mine: Any = found[name][key]
+            assert type(mine) is type(value)
+            if torch.is_tensor(value):
+                assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
+                assert torch.equal(mine, value)
+            else:
+                assert mine == value
+
+
+@pytest.fixture(params=["host", "disk"])
+def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> StateStore:
+    return KeepOnHost() if request.param == "host" else KeepOnDisk(tmp_path / "not" / "yet" / "there")
+
+
+def test_state_comes_back_as_it_was(keeping: StateStore):
+    keeping.put(1, STATE)
+    assert_same(keeping.get(1), STATE)
+    assert keeping.get(0) is None
+
+
+def test_the_last_state_put_is_the_one_kept(keeping: StateStore):
+    keeping.put(0, STATE)
+    keeping.put(0, {"w": {"step": torch.tensor(1.0)}})
+    assert_same(keeping.get(0), {"w": {"step": torch.tensor(1.0)}})
+
+
+def test_a_cleared_store_is_empty(keeping: StateStore):
+    keeping.clear()  # also before there is anything
+    keeping.put(0, STATE)
+    keeping.put(1, STATE)
+    keeping.clear()
+    assert [keeping.get(block) for block in (0, 1)] == [None, None]
+
+
+def test_clearing_leaves_other_files_in_the_folder(tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    store.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_no_state_is_a_state_too(keeping: StateStore):
+    """SGD without momentum keeps nothing."""
+    keeping.put(0, {})
+    assert keeping.get(0) == {}
+
+
+def test_what_is_kept_does_not_follow_the_optimizer(keeping: StateStore):
+    moving = torch.zeros(3)
+    keeping.put(0, {"w": {"exp_avg": moving}})
+    moving.add_(1)
+    assert_same(keeping.get(0), {"w": {"exp_avg": torch.zeros(3)}})
+
+
+def test_what_is_kept_needs_no_gradient(keeping: StateStore):
+    keeping.put(0, {"w": {"exp_avg": torch.zeros(3, requires_grad=True)}})
+    assert not (keeping.get(0) or {})["w"]["exp_avg"].requires_grad
+
+
+def test_drop_keeps_nothing():
+    store = Drop()
+    store.put(0, STATE)
+    assert store.get(0) is None
+
+
+def test_another_process_reads_the_folder(tmp_path: Path):
+    KeepOnDisk(tmp_path).put(0, STATE)
+    assert_same(KeepOnDisk(tmp_path).get(0), STATE)
+
+
+def test_nothing_is_pickled(tmp_path: Path):
+    KeepOnDisk(tmp_path).put(0, STATE)
+    (file,) = tmp_path.iterdir()
+    tensors = safetensors.torch.load_file(file)
+    assert {name for name in tensors if name.startswith("h.0")} == {
+        f"h.0.weight//{key}" for key in ("exp_avg", "exp_avg_sq", "step")
+    }
+    with pytest.raises(ValueError):  # JSONDecodeError: never tried as a pickle
+        decode_state(pickle.dumps(STATE))
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        encode_state({"w": {"anything": object()}})
+
+
+def test_a_write_that_fails_leaves_the_state_before_it(tmp_path: Path):
+    """The system refuses to let a file grow past 4 KiB, as a full disk would."""
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match=r"no room left while writing '.*block-0\.safetensors'"):
+            store.put(0, {"w": {"exp_avg": torch.zeros(4096)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_same(store.get(0), STATE)
+
+
+def test_a_half_written_file_is_never_read(tmp_path: Path):
+    (tmp_path / "block-0.partial").write_bytes(encode_state(STATE)[:100])
+    assert KeepOnDisk(tmp_path).get(0) is None
+    KeepOnDisk(tmp_path).put(0, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["block-0.safetensors"]
