@@ -11,6 +11,7 @@ import gc
 import inspect
 import os
 import random
+import shutil
 import signal
 import weakref
 from collections import Counter
@@ -45,7 +46,6 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
-NO_DROPOUT = ["model.config.attn_pdrop=0.0", "model.config.resid_pdrop=0.0", "model.config.embd_pdrop=0.0"]
 
 
 def gpt2(layers: int = 4, **settings: Any) -> nn.Module:
@@ -94,14 +94,24 @@ def events_of(run: Path, kind: str) -> list[Event]:
     return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
-def interrupt_at(step: int):
-    """A listener that sends this process SIGTERM after `step`."""
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three visits of four steps; tests must not change it."""
+    return bt.run(tiny(), tmp_path_factory.mktemp("finished") / "run").path
 
-    def listen(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+
+@pytest.fixture(scope="module")
+def interrupted(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, stopped by a signal in the middle of the second visit; tests must not change it."""
+
+    def stop(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return listen
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.raises(Interrupted):
+        bt.run(tiny(), folder, listeners=[stop])
+    return folder
 
 
 # -- 1: masters -------------------------------------------------------------------------------------------------------
@@ -110,7 +120,7 @@ def interrupt_at(step: int):
 def test_slow_movement_survives_the_switch_of_blocks():
     """BAdam built the fp32 master of a block from its bf16 weights at each switch. At learning rate 1e-6 and 100 steps
     a visit, 63 % of the movement survived a visit, and 53 % of the weights never moved. Here all of it survives."""
-    model = gpt2(initializer_range=0.07).to(torch.bfloat16)  # as loaded: every master starts on a bf16 value
+    model = gpt2(1, initializer_range=0.07).to(torch.bfloat16)  # as loaded: every master starts on a bf16 value
     before = {name: value.float() for name, value in weights_of(model).items()}
     parts = bt.partition(model, num_blocks=2)
     optimizer = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=1e-6, weight_decay=0.0, precision=bt.BF16_EXACT)
@@ -175,12 +185,10 @@ def test_resuming_goes_on_in_the_same_block_with_its_own_moments():
     assert_equal(weights_of(second.partition.model), weights_of(whole.partition.model))
 
 
-def test_a_resumed_run_takes_the_next_step_in_the_same_visit(tiny, tmp_path: Path):
+def test_a_resumed_run_takes_the_next_step_in_the_same_visit(interrupted: Path, tmp_path: Path):
     """BAdam's block and step started again from zero in every new process."""
-    with pytest.raises(Interrupted):
-        bt.run(tiny(), tmp_path / "run", listeners=[interrupt_at(6)])
     told: list[Event] = []
-    bt.resume(tmp_path / "run", listeners=[told.append])
+    bt.resume(shutil.copytree(interrupted, tmp_path / "run"), listeners=[told.append])
     taken = [(event["step"], event["block"]) for event in told if event["kind"] == "step"]
     assert taken == [(7, 1), (8, 1), (9, 2), (10, 2), (11, 2), (12, 2)]
 
@@ -479,7 +487,7 @@ def test_dropped_state_is_really_gone():
     parts = bt.partition(gpt2(), num_blocks=3)
     optimizer = bt.BlockOptimizer(parts, Watched, lr=0.01)
     before = live_bytes()
-    for _ in range(3):
+    for _ in range(2):
         for block in parts:
             with optimizer.visit(block):
                 steps(optimizer, 2)
@@ -489,12 +497,10 @@ def test_dropped_state_is_really_gone():
         assert live_bytes() == before
 
 
-def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, tmp_path: Path):
+def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, interrupted: Path, tmp_path: Path):
     """LISA, resumed inside an interval, had every layer trainable until the next switch."""
-    with pytest.raises(Interrupted):
-        bt.run(tiny(), tmp_path / "run", listeners=[interrupt_at(6)])
     job = build(tiny(), tmp_path)
-    load_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1], job.partition, job.optimizer)
+    load_checkpoint(checkpoints(interrupted / "checkpoints")[-1], job.partition, job.optimizer)
     active = job.optimizer.position()["active"]
     assert active == 1
     assert wanting_gradients(job.model) == set()
@@ -541,11 +547,10 @@ def test_weight_decay_of_an_optimizer_without_it_is_refused(tiny, tmp_path: Path
         build(tiny("optimizer.name=Rprop"), tmp_path)
 
 
-def test_accumulation_does_not_advance_the_schedule(tiny, tmp_path: Path):
+def test_accumulation_does_not_advance_the_schedule(tiny, finished: Path, tmp_path: Path):
     """HiFT moved on to the next group of layers with every micro-batch; layer-wise GaLore forbade accumulation."""
-    for name, micro in (("whole", 4), ("parts", 1)):
-        bt.run(tiny(f"batch.micro_rows={micro}", *NO_DROPOUT), tmp_path / name)
-    whole, parts = (events_of(tmp_path / name, "step") for name in ("whole", "parts"))
+    bt.run(tiny("batch.micro_rows=1"), tmp_path / "parts")
+    whole, parts = events_of(finished, "step"), events_of(tmp_path / "parts", "step")
     for key in ("step", "visit", "block", "tokens", "lr"):
         assert [event[key] for event in parts] == [event[key] for event in whole]
     assert Counter(event["visit"] for event in parts) == {0: 4, 1: 4, 2: 4}
@@ -560,12 +565,11 @@ def test_accumulation_does_not_advance_the_schedule(tiny, tmp_path: Path):
 # -- 10: a whole trainer ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_saves_schedules_and_evaluates(tiny, tmp_path: Path):
-    """MegaTrain's example trainer had no saving, no resuming (tested above), no learning-rate schedule, no evaluation."""
-    bt.run(tiny(), tmp_path / "run")
-    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000010", "step-00000012"]
-    assert [event["step"] for event in events_of(tmp_path / "run", "evaluation")] == [0, 3, 6, 9, 12]
-    rates = [event["lr"] for event in events_of(tmp_path / "run", "step")]
+def test_a_run_saves_schedules_and_evaluates(finished: Path):
+    """MegaTrain's example trainer had no saving, no resuming (tested above), no schedule and no evaluation."""
+    assert [path.name for path in checkpoints(finished / "checkpoints")] == ["step-00000010", "step-00000012"]
+    assert [event["step"] for event in events_of(finished, "evaluation")] == [0, 3, 6, 9, 12]
+    rates = [event["lr"] for event in events_of(finished, "step")]
     assert rates[0] < rates[1] > rates[-1] > 0
 
 

@@ -144,5 +144,5 @@ def test_without_a_limit_a_run_goes_on():
 
 
 def test_hours_must_be_positive():
-    with pytest.raises(ConfigError, match=r"stop\.hours must be positive, not 0"):
+    with pytest.raises(ConfigError, match=r"hours must be positive, not 0"):
         RunLimit(hours=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
@@ -30,7 +30,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS = 12, 512, 8, 8192, 256, 2
 def build(num_blocks: int, device: torch.device) -> tuple[bt.Partition, bt.BlockOptimizer]:
     """GPT-2, 12 layers, 512 wide, with AdamW over `num_blocks` blocks."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(
             n_layer=LAYERS,
             n_embd=WIDTH,
@@ -43,7 +43,8 @@ def build(num_blocks: int, device: torch.device) -> tuple[bt.Partition, bt.Block
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
-    ).to(device)
+    )
+    model.to(device=device)
     partition = bt.partition(model, num_blocks=num_blocks)
     return partition, bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True)
 

@@ -42,6 +42,16 @@ def seed_everything(seed: int, *key: int) -> None:
     torch.manual_seed(int(state[0]) << 31 ^ int(state[1]))
 
 
+def permutation(count: int, seed: int, *key: int) -> np.ndarray:
+    """The numbers below `count` in the random order of (seed, key), int64 (count,).
+
+    Sorted by random keys rather than by `Generator.permutation`: numpy promises to keep the raw numbers of its bit
+    generators from version to version, but not what `Generator` makes of them.
+    """
+    keys = np.random.Philox(np.random.SeedSequence([seed, *key])).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device's queue; nothing to do on a CPU."""
     if device.type != "cpu":

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.runtime import permutation
 from blocktrain.units import Duration
 
 Order = Literal["ascending", "descending", "shuffled"]
@@ -65,7 +64,7 @@ class Cyclic:
             case "descending":
                 return list(range(num_blocks))[::-1]
             case "shuffled":
-                return np.random.default_rng([self.seed, sweep]).permutation(num_blocks).tolist()
+                return permutation(num_blocks, self.seed, sweep).tolist()
             case listed:
                 for index in listed:
                     if not (isinstance(index, int) and 0 <= index < num_blocks):

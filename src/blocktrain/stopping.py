@@ -111,8 +111,8 @@ class RunLimit:
     hours: float | None = None
 
     def __post_init__(self) -> None:
-        if self.hours is not None and self.hours <= 0:
-            raise ConfigError(f"stop.hours must be positive, not {self.hours:g}")
+        if self.hours is not None and not self.hours > 0:
+            raise ConfigError(f"hours must be positive, not {self.hours:g}")
 
     def reached(self, *, step: int, seconds: float, validation_loss: float | None, pace: Pace) -> str | None:
         """Why the run is over, or None."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktrain.data.order import RowOrder, permutation, share
+from blocktrain.data.order import RowOrder, share
 from blocktrain.errors import ConfigError, DataError
+from blocktrain.runtime import permutation
 
 
 def test_every_epoch_is_another_permutation():

@@ -210,14 +210,13 @@ def test_state_after_reactivation_is_the_state_at_retirement(optimizer_class: Cl
         fresh = optimizer.block_state(0)  # Adagrad, alone, has state before its first step
         train(optimizer, batch, range(2))
         retired = optimizer.block_state(0)
-    for block in (1, 2):
-        with optimizer.visit(parts[block]):
-            train(optimizer, batch, range(2, 4))
+    with optimizer.visit(parts[1]):
+        train(optimizer, batch, range(2, 3))
     dropped = isinstance(optimizer.store, Drop)
     assert same_state(optimizer.block_state(0), None if dropped else retired)
     with optimizer.visit(parts[0]):
         assert same_state(optimizer.block_state(0), fresh if dropped else retired)
-        train(optimizer, batch, range(4, 5))
+        train(optimizer, batch, range(3, 4))
 
 
 def test_keeping_state_on_disk_trains_as_keeping_it_on_the_host(tmp_path, gpt2, batch):
@@ -246,12 +245,12 @@ def test_the_folder_of_an_older_run_is_not_used(tmp_path, gpt2, batch):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def three_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0):
-    """Visits of 4 steps to blocks 0, 1, 2, 0, 1. At `stop_at`, in mid-visit, returns what a checkpoint would hold; from
+def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0):
+    """Visits of 2 steps to blocks 0, 1, 2, 0, 1. At `stop_at`, in mid-visit, returns what a checkpoint would hold; from
     `start`, in mid-visit, goes on."""
-    for visit in range(start // 4, 5):
+    for visit in range(start // 2, 5):
         with optimizer.visit(optimizer.partition[visit % 3]):
-            for step in range(max(start, 4 * visit), 4 * visit + 4):
+            for step in range(max(start, 2 * visit), 2 * visit + 2):
                 if step == stop_at:
                     return weights(optimizer.partition.model), optimizer.state_dict()
                 train(optimizer, batch, range(step, step + 1))
@@ -260,7 +259,7 @@ def three_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None
 
 @pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.Muon])
-@pytest.mark.parametrize("stop_at", [2, 14])
+@pytest.mark.parametrize("stop_at", [1, 7])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
     cls, precision: Precision, stop_at: int, make_store, tmp_path, gpt2, batch
 ):
@@ -271,12 +270,12 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
         return BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=make_store(tmp_path / folder))
 
     uninterrupted = make("uninterrupted")
-    three_visits(uninterrupted, batch)
+    five_visits(uninterrupted, batch)
     stopped = make("stopped")
-    at_stop, saved = three_visits(stopped, batch, stop_at=stop_at) or ({}, {})
+    at_stop, saved = five_visits(stopped, batch, stop_at=stop_at) or ({}, {})
     # The run went on after its checkpoint before it was killed; with a store on disk that is still there.
     stopped.load_state_dict(saved)
-    three_visits(stopped, batch, start=stop_at)
+    five_visits(stopped, batch, start=stop_at)
 
     resumed = make("stopped")
     with torch.no_grad():
@@ -284,7 +283,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
             p.copy_(at_stop[name])
     resumed.load_state_dict(saved)
     assert resumed.state_dict()["active"] == saved["active"]
-    three_visits(resumed, batch, start=stop_at)
+    five_visits(resumed, batch, start=stop_at)
 
     assert resumed.position() == uninterrupted.position()
     assert same_weights(resumed.partition.model, uninterrupted.partition.model)
@@ -328,6 +327,17 @@ def test_the_saved_state_waits_for_its_block(gpt2, batch):
         assert same_state(optimizer.block_state(1), saved["blocks"][1])
     with optimizer.visit(optimizer.partition[1]):
         assert optimizer.block_state(1) == {}  # dropped, as the store says
+
+
+def test_loading_forgets_what_was_trained_since(make_store, tmp_path, gpt2, batch):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, state=make_store(tmp_path))
+    saved = optimizer.state_dict()
+    with optimizer.visit(parts[2]):
+        train(optimizer, batch, range(1))
+    optimizer.load_state_dict(saved)
+    assert optimizer.position() == {"active": None, "steps": 0, "changed_at": [0, 0, 0]}
+    assert [optimizer.block_state(block.index) for block in parts] == [None, None, None]
 
 
 def test_state_saved_is_not_changed_by_training_on(gpt2, batch):

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from blocktrain.errors import StorageError
+from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore, decode_state, encode_state
 
 # What optimizers keep: moments of any dtype and shape, step counts without dimension, plain numbers; names with
@@ -107,9 +107,15 @@ def test_drop_keeps_nothing():
     assert store.get(0) is None
 
 
-def test_another_process_reads_the_folder(tmp_path: Path):
-    KeepOnDisk(tmp_path).put(0, STATE)
-    assert_same(KeepOnDisk(tmp_path).get(0), STATE)
+def test_a_file_that_is_gone_or_damaged_is_an_error_not_a_fresh_start(tmp_path: Path):
+    store = KeepOnDisk(tmp_path)
+    assert store.get(0) is None
+    store.put(0, STATE)
+    (file,) = tmp_path.iterdir()
+    for damage in (lambda: file.write_bytes(b"junk"), file.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match="damaged or gone"):
+            store.get(0)
 
 
 def test_nothing_is_pickled(tmp_path: Path):

@@ -6,7 +6,17 @@ import math
 import pytest
 
 from blocktrain.report import numerals
-from blocktrain.report.numerals import axis, flops_text, format_small, padded, percent, tick_values, time_axis
+from blocktrain.report.numerals import (
+    alike,
+    axis,
+    flops_text,
+    format_small,
+    padded,
+    percent,
+    seconds_text,
+    tick_values,
+    time_axis,
+)
 
 
 def test_examples_in_docstrings():
@@ -59,3 +69,12 @@ def test_quantities_in_words():
     assert format_small(2e-5) == "2e-5"
     assert format_small(0.000277) == "2.77e-4"
     assert format_small(0.8) == "0.8"
+    assert flops_text(-2_500) == "−2.5 kFLOP"
+    assert [seconds_text(value) for value in (0, 0.00004, 0.0042, 0.99949)] == ["0ms", "0.04ms", "4.2ms", "999ms"]
+    assert [seconds_text(value) for value in (0.9996, 75, -0.2, -75)] == ["1.0s", "1m 15s", "−200ms", "−1m 15s"]
+
+
+def test_three_digits_decide_whether_two_figures_are_alike():
+    assert alike(3.5200, 3.5203)
+    assert not alike(3.52, 3.53)
+    assert not alike(3.52, math.nan)

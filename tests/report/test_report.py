@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import DataError, StorageError
-from blocktrain.report import write_report
+from blocktrain.report import RunRecord, write_report
+from blocktrain.report.numerals import flops_text
 
 MakeRun = Callable[..., Path]
 
@@ -126,6 +127,86 @@ def test_markup_in_a_run_is_shown_and_not_run(tmp_path: Path, make_run: MakeRun,
     assert "onerror" not in {name for name, _ in page.attributes}
     assert [kind for kind, _ in page.scripts if kind == ""] == [""]
     assert "</script><script>alert(1)" in page.text
+
+
+def test_markup_in_what_a_cache_says_is_shown_and_not_run(tmp_path: Path, make_run: MakeRun):
+    folder = make_run("cached", sweeps=1, steps=10, every=5, saved=1000)
+    log, evil = folder / "events.jsonl", "<img src=x onerror=alert(1)>"
+    log.write_text(log.read_text().replace("store = 'file'", evil).replace('"file"', f'"{evil}"').replace("bf16", evil))
+    _, page = report(tmp_path, folder)
+    assert "img" not in page.tags
+    assert f"2 visits, {evil} {evil}" in page.text
+    assert f"Stored {evil}" in page.text
+
+
+def test_the_cache_has_a_section(tmp_path: Path, make_run: MakeRun):
+    folder = make_run("cached", sweeps=2, steps=50, every=25, saved=2_000_000_000)
+    record = RunRecord.load(folder)
+    assert record.end is not None
+    _, page = report(tmp_path, folder)
+    spent, uncached = record.end.flops or 0, record.uncached_flops_until(300)
+    assert uncached - spent == 4 * 50 * 2_000_000_000
+    share = f"{100 * (1 - spent / uncached):.1f} %"
+    assert f"The run cost {flops_text(spent)} instead of {flops_text(uncached)} ({share} saved)." in page.text
+    assert "Stored in bf16, relative error 0.002." in page.text
+    assert "1 2 file 2.0 MiB 192 67 % 500ms 125ms 200 GFLOP 3.0s" in page.text
+    assert "all 4 file 2.0 MiB 384 67 % 1.0s 250ms 400 GFLOP 6.0s" in page.text
+    assert "4 visits, file store = 'file'" in page.text
+    assert "refused" not in page.text
+    assert "given up" not in page.text
+    assert "interrupted" not in page.text
+    assert "without the prefix cache, formula 0.667)" in page.text
+    assert "pale, what the prefix cache saved" in page.text
+    assert "2 GFLOP saved by the prefix cache, on average over the visits so far" in page.text
+
+
+def test_a_run_without_a_cache_has_no_word_of_it(tmp_path: Path, make_run: MakeRun):
+    text, _ = report(tmp_path, make_run(sweeps=1, steps=20, every=10))
+    assert "cache" not in text.split("</style>")[1]
+
+
+def test_a_cache_that_was_decided_against_says_why(tmp_path: Path, make_run: MakeRun):
+    folder = make_run("cached", sweeps=2, steps=4, every=2, saved=1000)
+    log = folder / "events.jsonl"
+    lines = [line for line in log.read_text().splitlines() if '"kind":"cached"' not in line]
+    undecided = "\n".join(lines).replace('"place":"file"', '"place":null')
+    log.write_text(undecided.replace("store = 'file'", "cannot pay: used once") + "\n")
+    _, page = report(tmp_path, folder)
+    assert "No visit has been cached to its end." in page.text
+    assert "4 visits, not cached cannot pay: used once" in page.text
+    assert "found stored" not in page.text
+    assert "hit rate" not in page.text
+
+
+def test_what_went_wrong_with_a_cache_is_told(tmp_path: Path, make_run: MakeRun):
+    folder = make_run("cached", sweeps=2, steps=4, every=2, saved=1000)
+    log = folder / "events.jsonl"
+    lines = log.read_text().replace('"stale":0,"damaged":0', '"stale":1200,"damaged":1').splitlines()
+    last = max(index for index, line in enumerate(lines) if '"kind":"cached"' in line)
+    log.write_text("\n".join([*lines[:last], *lines[last + 1 :]]) + "\n")
+    _, page = report(tmp_path, folder)
+    assert "3,600 stale rows refused. 3 damaged rows refused." in page.text
+    assert "In 1 visit it was given up half-way, and training went on without." in page.text
+
+
+def test_runs_compared_name_whose_cache_it_is(tmp_path: Path, make_run: MakeRun):
+    folders = [make_run("with", sweeps=1, steps=20, every=10, saved=1000), make_run("without", sweeps=1, steps=20)]
+    _, page = report(tmp_path, *folders)
+    assert "Prefix cache of with" in page.text
+    assert "Prefix cache of without" not in page.text
+
+
+def test_comparison_by_flops_counts_what_the_cache_saved(tmp_path: Path, make_run: MakeRun):
+    folders = [make_run("with", steps=20, every=10, saved=4_000_000_000), make_run("without", steps=20, every=10)]
+    _, page = report(tmp_path, *folders)
+    blocks = [json.loads(content) for kind, content in page.scripts if kind == "application/json"]
+    cached, uncached = next(tracks for tracks in blocks if tracks[0]["rows"][-1][0] < tracks[1]["rows"][-1][0])
+    records = [RunRecord.load(folder) for folder in folders]
+    assert [track["columns"][0] for track in (cached, uncached)] == ["with", "without"]
+    assert cached["rows"][-1][0] == pytest.approx(records[0].flops_until(180) / records[1].flops_until(180), abs=1e-3)
+    assert uncached["rows"][-1][0] == 1
+    places = [row[0] for row in cached["rows"]]
+    assert places == sorted(places)
 
 
 def test_a_run_without_an_end_says_so(tmp_path: Path, make_run: MakeRun):

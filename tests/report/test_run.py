@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blocktrain.errors import DataError
 from blocktrain.report.run import RunRecord
+from blocktrain.train.config import RunConfig
+from blocktrain.train.session import run as run_job
 
 MakeRun = Callable[..., Path]
 
@@ -73,6 +76,73 @@ def test_a_log_that_leaves_steps_out_adds_up_the_same(make_run: MakeRun):
     sparse = RunRecord.load(folder)
     assert [row.step for row in sparse.steps] == [9]
     assert [sparse.flops_until(step) for step in range(13)] == [whole.flops_until(step) for step in range(13)]
+
+
+def test_what_the_cache_saved_is_taken_off_evenly_and_all_of_it_by_the_visits_end(make_run: MakeRun):
+    plain = RunRecord.load(make_run("plain", sweeps=2, steps=4, every=4))
+    run = RunRecord.load(make_run("cached", sweeps=2, steps=4, every=4, saved=1_000_001))
+    assert [(choice.visit, choice.place) for choice in run.cache_choices] == [(v, "file") for v in (1, 2, 4, 5)]
+    assert [use.step for use in run.cache_uses] == [8, 12, 20, 24]
+    cached_steps = [0, 0, 0, 0, 0, *range(1, 9), 8, 8, 8, *range(8, 17)]
+    for step, before in enumerate(cached_steps):
+        assert run.uncached_flops_until(step) == plain.flops_until(step)
+        assert run.flops_until(step) == plain.flops_until(step) - 1_000_001 * before
+    assert run.end is not None
+    assert run.flops_until(24) == run.end.flops == replace(run, end=None).flops_until(24)
+
+
+def test_flops_end_where_the_run_says_and_never_fall(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=4, every=4, saved=1_000_000))
+    assert run.end is not None
+    # Interrupted in its last visit, whose record then tells only what was saved afterwards.
+    later = [run.cache_uses[0], replace(run.cache_uses[1], flops_saved=1_000_000)]
+    resumed = replace(run, cache_uses=later)
+    curve = [resumed.flops_until(step) for step in range(13)]
+    assert curve == sorted(curve)
+    assert curve[12] == run.end.flops == replace(resumed, end=None).flops_until(12) - 3_000_000
+
+
+def test_a_visit_under_way_has_saved_nothing_that_is_known(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=4, every=4, saved=1_000_000, finish=False))
+    assert run.steps_done == 10
+    assert run.flops_until(10) == run.uncached_flops_until(10) - 4_000_000
+    assert run.cost is not None
+    assert [run.mean_step_flops(block) for block in range(3)] == [
+        run.cost.flops_blocks[0],
+        run.cost.flops_blocks[1] - 1_000_000,
+        run.cost.flops_blocks[2],
+    ]
+
+
+def test_a_filling_that_did_not_pay_costs(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=4, every=4, saved=-500))
+    assert run.flops_until(12) == run.uncached_flops_until(12) + 8 * 500
+
+
+def test_savings_without_costs_are_no_flops(make_run: MakeRun):
+    run = RunRecord.load(make_run(sweeps=1, steps=4, every=4, saved=1_000_000, costs=False))
+    assert [run.flops_until(step) for step in (6, 12)] == [0, 0]
+    assert run.mean_step_flops(1) == 0
+
+
+def test_a_visit_may_be_cached_nowhere(make_run: MakeRun):
+    folder = make_run(sweeps=1, steps=4, every=4, saved=1)
+    path = folder / "events.jsonl"
+    path.write_text(path.read_text().replace('"place":"file","reason"', '"place":null,"reason"'))
+    assert [choice.place for choice in RunRecord.load(folder).cache_choices] == [None, None]
+
+
+def test_a_real_run_counts_what_its_records_add_up_to(tiny: Callable[..., RunConfig], tmp_path: Path):
+    run_job(
+        tiny("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs"), tmp_path
+    )
+    run = RunRecord.load(tmp_path)
+    assert run.end is not None
+    assert [choice.block for choice in run.cache_choices] == [use.block for use in run.cache_uses] == [1, 2]
+    assert all(use.hits == use.rows // 2 for use in run.cache_uses)  # the first of two epochs fills
+    assert [use.flops_saved > 0 for use in run.cache_uses] == [False, True]  # below block 1 is only the embedding
+    assert replace(run, end=None).flops_until(run.end.steps) == run.end.flops
+    assert run.flops_until(run.end.steps) < run.uncached_flops_until(run.end.steps)
 
 
 def test_an_evaluation_between_visits_has_no_block(make_run: MakeRun):

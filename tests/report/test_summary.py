@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from blocktrain.events import EventLog
-from blocktrain.report.run import RunRecord
+from blocktrain.report.run import CacheUse, Retirement, RunRecord
 from blocktrain.report.summary import rows, summary, table
 
 MakeRun = Callable[..., Path]
@@ -49,6 +49,19 @@ def by_hand(tmp_path: Path) -> RunRecord:
     return RunRecord.load(tmp_path)
 
 
+@pytest.fixture
+def cached_by_hand(by_hand: RunRecord) -> RunRecord:
+    """The same, its second visit cached; that saves 800 of the 4000 FLOPs of the visit's two steps."""
+    assert by_hand.end is not None
+    where = {"tokens": 400, "seconds": 2.0, "visit": 1, "block": 1, "step": 4}
+    use = CacheUse(
+        **where, place="host", dtype="int8", bytes=2048, rows=8, hits=6, computed=2, stale=3, damaged=1,
+        fill_seconds=0.25, wait_seconds=0.5, encoding_error=0.0071, flops_saved=800, seconds_saved=-0.125,
+    )  # fmt: skip
+    retired = [Retirement(**where, reason="done")]
+    return replace(by_hand, cache_uses=[use], retirements=retired, end=replace(by_hand.end, flops=8200))
+
+
 def test_summary_equals_the_figures_worked_out_by_hand(by_hand: RunRecord):
     item = summary(by_hand)
     assert item["validation_loss"] == 6.0
@@ -68,7 +81,7 @@ def test_summary_equals_the_figures_worked_out_by_hand(by_hand: RunRecord):
 def test_table_shows_what_is_saved(by_hand: RunRecord):
     cells = {row.label.strip(): row.cells for row in rows([summary(by_hand)])}
     assert cells["optimizer state, largest block"] == ("480 B", "800 B", "40 %")
-    assert cells["memory of a step, all parts"] == ("1.2 KiB", "1.9 KiB", "34 %")  # 1 - 1260 / 1900 = 0.337
+    assert cells["memory of a step, largest block"] == ("1.2 KiB", "1.9 KiB", "34 %")  # 1 - 1260 / 1900 = 0.337
     assert cells["of a full step, counted"] == ("0.750", "1.000", "25 %")
     assert cells["of a full step, by the formula"] == ("0.700", "1.000", "30 %")
     assert cells["counted beyond the formula"] == ("7.1 %", "", "")
@@ -77,10 +90,82 @@ def test_table_shows_what_is_saved(by_hand: RunRecord):
     assert "validation accuracy" not in cells
 
 
+def test_summary_of_a_cached_run_equals_the_figures_worked_out_by_hand(cached_by_hand: RunRecord, by_hand: RunRecord):
+    item = summary(cached_by_hand)
+    assert (item["flops_mean_step"], item["flops_mean_step_uncached"]) == (2050, 2250)  # (2500 + 2000 - 800 / 2) / 2
+    assert item["flops_ratio"] == pytest.approx(2050 / 3000)
+    assert item["flops_ratio_uncached"] == 0.75
+    assert item["flops_excess_percent"] == summary(by_hand)["flops_excess_percent"]
+    assert (item["flops"], item["flops_uncached"], item["flops_saved"]) == (8200, 9000, 800)
+    assert item["flops_saved_share"] == pytest.approx(0.8 / 9)
+    assert (item["cache_places"], item["cache_dtypes"]) == (["host"], ["int8"])
+    assert (item["cache_bytes"], item["cache_rows"], item["cache_hit_rate"]) == (2048, 8, 0.75)
+    assert (item["cache_stale"], item["cache_damaged"]) == (3, 1)
+    assert (item["cache_fill_seconds"], item["cache_wait_seconds"], item["cache_seconds_saved"]) == (0.25, 0.5, -0.125)
+    assert item["cache_encoding_error"] == 0.0071
+    assert json.loads(json.dumps(item, allow_nan=False)) == item
+
+
+def test_table_of_a_cached_run_against_the_uncached_one(cached_by_hand: RunRecord, by_hand: RunRecord):
+    cells = {row.label.strip(): row.cells for row in rows([summary(cached_by_hand), summary(by_hand)])}
+    assert cells["FLOPs per step, mean of blocks"] == ("2.05 kFLOP", "2.25 kFLOP")
+    assert cells["of a full step, counted"] == ("0.683", "0.750")
+    assert cells["of a full step, uncached"] == ("0.750", "0.750")
+    assert cells["by the formula, uncached"] == ("0.700", "0.700")
+    assert cells["beyond the formula, uncached"] == ("7.1 %", "7.1 %")
+    assert cells["FLOPs in all"] == ("8.2 kFLOP", "9 kFLOP")
+    assert cells["uncached"] == ("9 kFLOP", "–")
+    assert cells["saved by the prefix cache"] == ("800 FLOP, 8.9 %", "–")
+    assert cells["prefix cache"] == ("host", "–")
+    assert cells["stored as"] == ("int8, relative error 0.0071", "–")
+    assert cells["stored at most"] == ("2.0 KiB", "–")
+    assert cells["rows asked for"] == ("8", "–")
+    assert cells["found stored"] == ("75 %", "–")
+    assert cells["filling"] == ("250ms", "–")
+    assert cells["steps waiting"] == ("500ms", "–")
+    assert cells["time saved, estimated"] == ("−125ms", "–")
+
+
+def test_an_uncached_run_has_no_rows_of_a_cache(by_hand: RunRecord):
+    item = summary(by_hand)
+    assert {item[key] for key in item if key.startswith(("cache_", "flops_saved"))} == {None}
+    labels = " ".join(row.label for row in rows([item]))
+    assert "cache" not in labels
+    assert "uncached" not in labels
+
+
+def test_cache_figures_that_are_not_numbers_are_none(cached_by_hand: RunRecord):
+    broken = [replace(use, encoding_error=float("nan")) for use in cached_by_hand.cache_uses]
+    item = summary(replace(cached_by_hand, cache_uses=[*broken, *cached_by_hand.cache_uses]))
+    assert item["cache_encoding_error"] is None
+    json.dumps(item, allow_nan=False)
+
+
+def test_where_a_token_is_a_byte_one_loss_tells_all(by_hand: RunRecord):
+    item = summary(by_hand)
+    bytewise = {**item, "validation_loss": 3.5200, "validation_loss_per_byte": 3.5203}
+    cells = {row.label: row.cells for row in rows([bytewise])}
+    assert cells["validation loss, nats per byte"] == ("3.520", "", "")
+    assert "validation loss, nats per token" not in cells
+    for other in (item, {**bytewise, "validation_loss_per_byte": 3.53}, {**bytewise, "validation_loss_per_byte": None}):
+        assert "validation loss, nats per token" in {row.label for row in rows([bytewise, other])}
+
+
+def test_the_memory_shown_is_that_of_the_largest_block_where_there_are_blocks(make_run: MakeRun):
+    full = summary(RunRecord.load(make_run("full", method="full", steps=5, every=5)))
+    bcd = summary(RunRecord.load(make_run(sweeps=1, steps=5, every=5)))
+    for chosen, label in (([full], ""), ([bcd], ", largest block"), ([full, bcd], ", largest block")):
+        labels = [row.label for row in rows(chosen)]
+        at = labels.index(f"memory of a step{label}")
+        assert labels[at - 1] == f"optimizer state{label}"
+        assert labels[at + 1 : at + 6] == ["  weights", "  master", "  gradients", "  optimizer", "  activations"]
+
+
 def test_every_row_has_a_cell_for_every_column(make_run: MakeRun):
     records = [RunRecord.load(make_run(sweeps=1, steps=5, every=5, unit="images"))]
     records.append(RunRecord.load(make_run("full", method="full", steps=5, every=5, unit="images", costs=False)))
-    for chosen, columns in ((records[:1], 3), (records[1:], 1), (records, 2)):
+    records.append(RunRecord.load(make_run("cached", sweeps=1, steps=5, every=5, unit="images", saved=1000)))
+    for chosen, columns in ((records[:1], 3), (records[1:2], 1), (records[2:], 3), (records, 3)):
         assert {len(row.cells) for row in rows([summary(run) for run in chosen])} == {columns}
 
 

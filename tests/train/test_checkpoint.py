@@ -15,7 +15,7 @@ import torch
 import blocktrain as bt
 from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.train import checkpoint as module
-from blocktrain.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.job import build
 from blocktrain.train.progress import Progress
 
@@ -31,10 +31,8 @@ def newest(run: Path) -> Path:
 
 
 def save(job, folder: Path, step: int, keep: int = 5) -> Path:
-    progress = Progress(step=step)
-    return save_checkpoint(
-        folder, progress=progress, log_bytes=0, partition=job.partition, optimizer=job.optimizer, keep=keep
-    )
+    saved = Saved(progress=Progress(step=step), log_bytes=0, data="some rows")
+    return save_checkpoint(folder, saved, partition=job.partition, optimizer=job.optimizer, keep=keep)
 
 
 def one_step(job, block: int) -> None:
@@ -72,7 +70,7 @@ def test_one_flipped_bit_is_found(tiny, finished: Path, tmp_path: Path, name: st
     data[position] ^= 1
     (copy / name).write_bytes(data)
     before = {name: p.clone() for name, p in job.model.named_parameters()}
-    with pytest.raises(CheckpointError, match=f"{name}' is damaged: its checksum is wrong; delete '{copy}' to go on"):
+    with pytest.raises(CheckpointError, match=f"{name}' is damaged: its checksum is wrong"):
         load_checkpoint(copy, job.partition, job.optimizer)
     assert all(torch.equal(before[name], p) for name, p in job.model.named_parameters())
 
@@ -83,8 +81,9 @@ def test_one_flipped_bit_is_found(tiny, finished: Path, tmp_path: Path, name: st
         (lambda folder: (folder / "weights-0.safetensors").unlink(), "cannot be read"),
         (lambda folder: (folder / "checkpoint.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "checkpoint.json").write_text("{}"), "cannot be read"),
+        (lambda folder: _change_digit(folder / "checkpoint.json"), "its checksum is wrong"),
     ],
-    ids=["missing file", "torn manifest", "empty manifest"],
+    ids=["missing file", "torn manifest", "empty manifest", "changed number"],
 )
 def test_missing_and_torn_files_are_found(tiny, finished: Path, tmp_path: Path, damage, message: str) -> None:
     job = build(tiny(), tmp_path)
@@ -164,6 +163,83 @@ def test_a_full_disk_stops_the_run_with_one_message(tiny, tmp_path: Path) -> Non
     assert result.stdout.startswith("no room left while writing")
     assert checkpoints(tmp_path / "run" / "checkpoints") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_the_way_out_names_a_checkpoint_that_is_sound(tiny, tmp_path: Path) -> None:
+    """A frozen block's file is shared with the checkpoint before: deleting the newer one would not help."""
+    job = build(tiny(), tmp_path)
+    one_step(job, 0)
+    first = save(job, tmp_path, 1)
+    one_step(job, 1)
+    second = save(job, tmp_path, 2)
+    for name, way_out in (("weights-1", f"delete '{second}' to go on from '{first.name}'"), ("weights-0", "no older")):
+        good = (second / f"{name}.safetensors").read_bytes()
+        (second / f"{name}.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=way_out):
+            load_checkpoint(second, job.partition, job.optimizer)
+        (second / f"{name}.safetensors").write_bytes(good)
+
+
+def test_dropped_moments_are_not_kept_in_checkpoints(tiny, tmp_path: Path) -> None:
+    job = build(tiny("optimizer.state=drop"), tmp_path)
+    with job.optimizer.visit(job.partition[0]):
+        job.model(**job.task.train.batch([0, 1])).loss.backward()
+        job.optimizer.step()
+        during = save(job, tmp_path, 1)
+    after = save(job, tmp_path, 2)
+    assert (during / "state-0.safetensors").exists()
+    assert not (after / "state-0.safetensors").exists()
+
+
+def test_a_file_system_without_hard_links_gets_copies(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    job = build(tiny(), tmp_path)
+    save(job, tmp_path, 1)
+    one_step(job, 1)
+    load_checkpoint(save(job, tmp_path, 2), job.partition, job.optimizer)
+
+
+def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
+    """Rows are numbers into the training set: of another set they would be other rows."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(Path(json.decoder.__file__).read_text())
+    config = tiny(f"text.source={corpus}")
+    run = bt.run(config, tmp_path / "run").path
+    corpus.write_text(Path(json.decoder.__file__).read_text() + "# one more line\n")
+    with pytest.raises(CheckpointError, match="the training data are not those of"):
+        bt.resume(run)
+
+
+def test_a_live_run_is_left_alone(tiny, tmp_path: Path) -> None:
+    """`export`, and a refused `train` or `resume`, must not touch the moments that a running process keeps on disk."""
+    from blocktrain.errors import ConfigError
+    from blocktrain.train.export import export
+    from blocktrain.train.folder import RunFolder
+
+    config = tiny("optimizer.state=disk")
+    bt.run(config, tmp_path / "undisturbed")
+    refused = []
+
+    def disturb(event: dict) -> None:
+        if event["kind"] == "step" and event["step"] in (5, 9):
+            export(RunFolder(tmp_path / "run"), tmp_path / f"model-{event['step']}")
+            for command in (lambda: bt.run(config, tmp_path / "run"), lambda: bt.resume(tmp_path / "run")):
+                with pytest.raises(ConfigError) as error:
+                    command()
+                refused.append(str(error.value))
+
+    bt.run(config, tmp_path / "run", listeners=[disturb])
+    assert len(refused) == 4
+    for name in ("weights-0", "weights-1", "weights-2"):
+        a, b = (newest(tmp_path / run) / f"{name}.safetensors" for run in ("run", "undisturbed"))
+        assert a.read_bytes() == b.read_bytes()
+
+
+def _change_digit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"tokens": 7', '"tokens": 8'))
 
 
 def _copy(source: Path, folder: Path) -> Path:

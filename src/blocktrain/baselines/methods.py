@@ -21,7 +21,8 @@ def bcd(config: RunConfig, steps: int) -> RunConfig:
 def full(config: RunConfig, steps: int) -> RunConfig:
     """Ordinary full-parameter training: one block, visited once for the whole run, with the same optimizer."""
     whole = Duration.steps(steps)
-    return config.with_changes(
+    return replace(
+        config,
         name=f"{config.name}, full",
         blocks=replace(config.blocks, count=1, patterns=None),
         schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", plateau=None),

@@ -10,16 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from blocktrain.errors import ConfigError, DataError
-
-
-def permutation(num_rows: int, seed: int, *key: int) -> np.ndarray:
-    """The numbers below `num_rows` in the random order of (seed, key), int64 (num_rows,).
-
-    Sorted by random keys rather than by `Generator.permutation`: numpy promises to keep the raw numbers of its bit
-    generators from version to version, but not what `Generator` makes of them.
-    """
-    keys = np.random.Philox(np.random.SeedSequence([seed, *key])).random_raw(num_rows)
-    return np.argsort(keys, kind="stable")
+from blocktrain.runtime import permutation
 
 
 class RowOrder:

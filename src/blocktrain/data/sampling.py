@@ -19,8 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from blocktrain.data.order import RowOrder, permutation
+from blocktrain.data.order import RowOrder
 from blocktrain.errors import ConfigError
+from blocktrain.runtime import permutation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class RowPlan:
         self.order = order
         self.sampling = sampling
         self.rows_per_step = rows_per_step
-        whole_steps = int(sampling.rate * order.num_rows) // rows_per_step
+        whole_steps = int(sampling.rate * order.num_rows + 1e-9) // rows_per_step  # 0.29 x 100 is 28.999999999999996
         if sampling.scope != "run" and whole_steps < 1:
             raise ConfigError(
                 f"[sampling] rate = {sampling.rate:g} of {order.num_rows} rows is less than one step of "
@@ -132,9 +133,10 @@ class RowPlan:
         return StepRows(rows=self.subset_indices(subset)[places], slots=slots, variant=variant)
 
     def _turn(self, visit: int, turn: int) -> np.ndarray:
-        """The order of one pass of one visit over its subset."""
+        """The order of one pass of one visit over its subset. The last number tells it from an epoch's order: missing
+        numbers of a numpy seed count as zeros."""
         if self._order is None or self._order[0] != (visit, turn):
-            self._order = ((visit, turn), permutation(self.subset_rows, self.order.seed, 1, visit, turn))
+            self._order = ((visit, turn), permutation(self.subset_rows, self.order.seed, visit, turn, 1))
         return self._order[1]
 
     def _slots(self, places: np.ndarray, variant: int) -> np.ndarray:

@@ -9,33 +9,22 @@ with optimizer.visit(block):      freeze the others, unfreeze `block`, build its
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktrain.blocks.activation import activate, release
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import CheckpointError, ConfigError
-from blocktrain.optim.decay import Undecayed, norms_and_biases, undecayed_ids
+from blocktrain.optim.active import Active
+from blocktrain.optim.decay import Undecayed, norms_and_biases
 from blocktrain.optim.master import Masters, Remainders, lower
-from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
+from blocktrain.optim.precision import FP32, Precision
+from blocktrain.optim.recipe import OptimizerChoice, Recipe, step_without_memory
 from blocktrain.optim.state import BlockState, Drop, StateStore, to_host
-
-
-@dataclass(eq=False)
-class _Active:
-    """What exists only while a block is being trained."""
-
-    block: Block
-    trained: Mapping[str, nn.Parameter]  # what the optimizer moves: the masters, or the weights themselves
-    optimizers: list[torch.optim.Optimizer]
-    masters: Masters | None
 
 
 class BlockOptimizer:
@@ -65,30 +54,25 @@ class BlockOptimizer:
         precision: Precision = FP32,
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
-        others: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        others: OptimizerChoice | None = None,
         **kwargs: Any,
     ):
         self.partition = partition
-        self.optimizer_class = optimizer_class
-        self.kwargs = kwargs
-        self.others = others or (
-            torch.optim.AdamW,
-            {key: kwargs[key] for key in ("lr", "weight_decay") if key in kwargs},
-        )
+        self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen_dropout = frozen_dropout
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
-        self._undecayed = undecayed_ids(partition.model, undecayed)
-        self._matrices = _hidden_matrices(partition) if _matrices_only(optimizer_class) else None
         self._remainders: list[Remainders] = [
-            lower(block.parameters) if precision == BF16_EXACT else {} for block in partition
+            lower(block.parameters) if precision.has_master else {} for block in partition
         ]
         self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
-        self._active: _Active | None = None
+        self._active: Active | None = None
+        _require_dtype(partition, precision)
         self.store.clear()
         release(partition)
+        self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -109,10 +93,10 @@ class BlockOptimizer:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
         masters = Masters(block.parameters, self._remainders[block.index]) if self._remainders[block.index] else None
         trained = masters.parameters if masters else block.parameters
-        active = _Active(block, trained, self._build(block, trained), masters)
+        active = Active(block, trained, self.recipe.build(trained), masters)
         state = self._state_to_restore(block)
         if state is not None:
-            _restore(active, state)
+            active.restore(state)
         self._active = active
 
     def _retire(self) -> None:
@@ -121,7 +105,7 @@ class BlockOptimizer:
         if active.masters is not None:
             self._remainders[active.block.index] = active.masters.close()
         release(self.partition)
-        self.store.put(active.block.index, _state_of(active))
+        self.store.put(active.block.index, active.state())
 
     def _state_to_restore(self, block: Block) -> BlockState | None:
         state = self.block_state(block.index)
@@ -129,29 +113,7 @@ class BlockOptimizer:
             self._resumed = None
         return state
 
-    def _build(
-        self, block: Block, trained: Mapping[str, nn.Parameter], *, without: Collection[str] = ()
-    ) -> list[torch.optim.Optimizer]:
-        """One optimizer over `trained`, or two where the class takes matrices only; `without` some of its options."""
-        taken = {n: p for n, p in trained.items() if self._matrices is None or n in self._matrices}
-        rest = {n: p for n, p in trained.items() if n not in taken}
-        optimizers = []
-        for (cls, options), mine in (((self.optimizer_class, self.kwargs), taken), (self.others, rest)):
-            if mine:
-                kept = {key: value for key, value in options.items() if key not in without}
-                optimizers.append(cls(self._groups(block, cls, mine), **kept))
-        return optimizers
-
-    def _groups(self, block: Block, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """Parameters with and without weight decay."""
-        if "weight_decay" not in inspect.signature(cls).parameters:
-            return [{"params": list(mine.values())}]
-        decayed = [p for name, p in mine.items() if id(block.parameters[name]) not in self._undecayed]
-        plain = [p for name, p in mine.items() if id(block.parameters[name]) in self._undecayed]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
-
-    def _require_active(self) -> _Active:
+    def _require_active(self) -> Active:
         if self._active is None:
             raise ConfigError("no block is active: use 'with optimizer.visit(block):'")
         return self._active
@@ -179,7 +141,7 @@ class BlockOptimizer:
         self.changed_at[active.block.index] = self.steps
 
     def zero_grad(self) -> None:
-        """Free the active block's gradients."""
+        """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""
         for optimizer in self._require_active().optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -201,7 +163,7 @@ class BlockOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of the active optimizer's state tensors (for Adam: both moments and the step counts)."""
-        return _bytes(_state_of(self._require_active()))
+        return self._require_active().state_bytes()
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
@@ -209,16 +171,12 @@ class BlockOptimizer:
             name: nn.Parameter(torch.empty_like(p, dtype=self._trained_dtype(p), device="meta"))
             for name, p in block.parameters.items()
         }
-        optimizers = self._build(block, trained, without=("fused", "foreach", "capturable"))
-        for parameter in trained.values():
-            parameter.grad = torch.empty_like(parameter)
-        with _AnyNumber():
-            for optimizer in optimizers:
-                optimizer.step()
-        return _bytes(_state_of(_Active(block, trained, optimizers, None)))
+        optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))
+        step_without_memory(optimizers)
+        return Active(block, trained, optimizers).state_bytes()
 
     def _trained_dtype(self, weight: nn.Parameter) -> torch.dtype:
-        return torch.float32 if self.precision.remainder == "host" else weight.dtype
+        return torch.float32 if self.precision.has_master else weight.dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -238,10 +196,16 @@ class BlockOptimizer:
         """Block `index`'s optimizer state on the host, not to be changed: the active one's own (a copy), else what was
         kept of it; None where there is none."""
         if self._active is not None and self._active.block.index == index:
-            return to_host(_state_of(self._active))
+            return to_host(self._active.state())
         if self._resumed is not None and self._resumed[0] == index:
             return self._resumed[1]
         return self.store.get(index)
+
+    def has_state(self, index: int) -> bool:
+        """Whether `block_state` would return something, without reading it."""
+        active = self._active is not None and self._active.block.index == index
+        resumed = self._resumed is not None and self._resumed[0] == index
+        return active or resumed or self.store.holds(index)
 
     def block_remainders(self, index: int) -> Remainders:
         """What the weights of block `index` leave out of its fp32 values (int16); empty in fp32."""
@@ -288,7 +252,7 @@ class BlockOptimizer:
         unknown = state.keys() - block.parameters.keys()
         if unknown:
             raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
-        expected = block.parameters.keys() if self.precision == BF16_EXACT else set()
+        expected = block.parameters.keys() if self.precision.has_master else set()
         if remainders.keys() != expected:
             raise CheckpointError(
                 f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
@@ -296,57 +260,11 @@ class BlockOptimizer:
             )
 
 
-class _AnyNumber(TorchDispatchMode):
-    """Lets a step without memory read a number out of a tensor (Adafactor its norm, ASGD its rate): any will do."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0
-        return func(*args, **(kwargs or {}))
-
-
-def _state_of(active: _Active) -> BlockState:
-    """The optimizers' state by parameter name; entries that hold nothing are left out."""
-    names = {id(parameter): name for name, parameter in active.trained.items()}
-    return {
-        names[id(parameter)]: {key: value for key, value in entries.items() if value is not None}
-        for optimizer in active.optimizers
-        for parameter, entries in optimizer.state.items()
-        if entries
-    }
-
-
-def _bytes(state: BlockState) -> int:
-    return sum(value.nbytes for entries in state.values() for value in entries.values() if torch.is_tensor(value))
-
-
-def _restore(active: _Active, state: BlockState) -> None:
-    """Give each optimizer the state of its parameters, on the device where it expects it."""
-    names = {id(parameter): name for name, parameter in active.trained.items()}
-    for optimizer in active.optimizers:
-        for group in optimizer.param_groups:
-            # As in `Optimizer.load_state_dict`: step counts stay on the host unless the update is one device kernel.
-            counts_on_device = bool(group.get("fused") or group.get("capturable"))
-            for parameter in group["params"]:
-                entries = state.get(names[id(parameter)])
-                if entries is not None:
-                    optimizer.state[parameter] = {
-                        key: _place(key, value, parameter, counts_on_device) for key, value in entries.items()
-                    }
-
-
-def _place(key: str, value: Any, parameter: nn.Parameter, counts_on_device: bool) -> Any:
-    if not torch.is_tensor(value):
-        return value
-    on_host = key == "step" and not counts_on_device
-    return value.to("cpu" if on_host else parameter.device, copy=True)
-
-
-def _matrices_only(cls: type[torch.optim.Optimizer]) -> bool:
-    """Muon orthogonalises matrices and refuses anything else."""
-    return issubclass(cls, torch.optim.Muon)
-
-
-def _hidden_matrices(partition: Partition) -> set[str]:
-    """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
-    return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
+def _require_dtype(partition: Partition, precision: Precision) -> None:
+    """Weights of 16 bits without a master lose small updates; nobody should train so without having said so."""
+    for name, parameter in partition.model.named_parameters():
+        if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"'{name}' is {str(parameter.dtype).removeprefix('torch.')}, and precision '{precision.name}' keeps no "
+                "fp32 master of it: give precision=BF16_EXACT, or model.float() first"
+            )

@@ -15,7 +15,6 @@ _NORMS = (
     nn.GroupNorm,
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
-    nn.LocalResponseNorm,
 )
 
 

@@ -59,10 +59,9 @@ class Masters:
         return {name: split(master.data)[1].cpu() for name, master in self.parameters.items()}
 
     def close(self) -> Remainders:
-        """Retire: write the weights, stop collecting gradients, and hand over the remainders."""
+        """Retire: stop collecting gradients and hand over the remainders. The weights are those of the last step."""
         for hook in self._hooks:
             hook.remove()
-        self.write_weights()
         return self.remainders()
 
 

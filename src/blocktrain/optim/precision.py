@@ -14,7 +14,6 @@ learning rate 1e-6 and 100 steps a visit, as measured on a tool that does so.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +27,15 @@ class Precision:
 
     name: str
     weights: torch.dtype
-    remainder: Literal["none", "host"]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the active block is updated in an fp32 copy, and frozen blocks leave a remainder on the host."""
+        return self.weights != torch.float32
 
 
-FP32 = Precision(name="fp32", weights=torch.float32, remainder="none")
-BF16_EXACT = Precision(name="bf16-exact", weights=torch.bfloat16, remainder="host")
+FP32 = Precision(name="fp32", weights=torch.float32)
+BF16_EXACT = Precision(name="bf16-exact", weights=torch.bfloat16)
 PRESETS = {precision.name: precision for precision in (FP32, BF16_EXACT)}
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from blocktrain.errors import storage_errors
+from blocktrain.errors import CheckpointError, storage_errors
 
 BlockState = dict[str, dict[str, Any]]
 
@@ -33,6 +34,10 @@ class StateStore(Protocol):
         """The state kept for a block, on the host; None where there is none."""
         ...
 
+    def holds(self, block: int) -> bool:
+        """Whether `get` would return something."""
+        ...
+
     def clear(self) -> None:
         """Forget everything: a run starts, or goes back to a checkpoint."""
         ...
@@ -48,6 +53,10 @@ class Drop:
     def get(self, block: int) -> BlockState | None:
         """Always None."""
         return None
+
+    def holds(self, block: int) -> bool:
+        """Always False."""
+        return False
 
     def clear(self) -> None:
         """Nothing is kept."""
@@ -67,6 +76,10 @@ class KeepOnHost:
         """What was put last for this block."""
         return self.kept.get(block)
 
+    def holds(self, block: int) -> bool:
+        """Whether this block has been put."""
+        return block in self.kept
+
     def clear(self) -> None:
         """Free the host memory."""
         self.kept.clear()
@@ -77,6 +90,7 @@ class KeepOnDisk:
     """Keep it in `folder`, one safetensors file a block, replaced whole. What an earlier run left there is deleted."""
 
     folder: Path
+    kept: set[int] = field(default_factory=set, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
         """Write `state` to disk; raises `StorageError` when there is no room."""
@@ -86,14 +100,27 @@ class KeepOnDisk:
             temporary = path.with_suffix(".partial")
             temporary.write_bytes(encode_state(state))
             os.replace(temporary, path)
+        self.kept.add(block)
 
     def get(self, block: int) -> BlockState | None:
-        """Read what was put last for this block."""
+        """Read what was put last for this block; raises `CheckpointError` if its file is damaged or gone."""
+        if block not in self.kept:
+            return None
         path = self._path(block)
-        return decode_state(path.read_bytes()) if path.is_file() else None
+        try:
+            return decode_state(path.read_bytes())
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"optimizer state '{path}' is damaged or gone ({error}); resume the run from its last checkpoint"
+            ) from error
+
+    def holds(self, block: int) -> bool:
+        """Whether this block has been put."""
+        return block in self.kept
 
     def clear(self) -> None:
         """Delete this store's files; others in the folder stay."""
+        self.kept.clear()
         with storage_errors(self.folder):
             for path in Path(self.folder).glob("block-*.safetensors"):
                 path.unlink()

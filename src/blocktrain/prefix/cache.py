@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blocktrain.errors import StorageError
 from blocktrain.prefix.cut import Cut
 from blocktrain.prefix.encoding import Encoding, Fields
 from blocktrain.prefix.ledger import Key, Ledger, fingerprints
@@ -111,15 +112,23 @@ class PrefixCache:
         for at in targets:
             self._claim(at, layout_of(self.encoding.encode(states[at])))
         self._drop_what_is_of_no_use(level)
-        self.statistics.bytes_stored = sum(shelf.store.nbytes for shelf in self._shelves.values())
+        self.statistics.bytes_stored = self.nbytes
 
     def held(self, level: int, *, key: Key) -> dict[int, int]:
         """How many slots could be filled from which level (0: from the inputs) in a visit at `level`."""
+        ledgers = [shelf.ledger for shelf in self._shelves.values()] if key == self._key else []
+        below = {int(at) for ledger in ledgers for at in np.unique(ledger.levels) if 0 < at <= level}
+        now = fingerprints(self.cut.chain, below)
         best = np.zeros(self._num_slots, np.int32)
-        for shelf in self._shelves.values() if key == self._key else ():
-            levels = shelf.ledger.levels
-            np.maximum(best, np.where(levels <= level, levels, 0), out=best)
+        for ledger in ledgers:
+            fresh = [at for at in below if ledger.made_from.get(at) == now.get(at)]
+            np.maximum(best, np.where(np.isin(ledger.levels, fresh), ledger.levels, 0), out=best)
         return {int(at): int((best == at).sum()) for at in np.unique(best)}
+
+    @property
+    def nbytes(self) -> int:
+        """Room claimed."""
+        return sum(shelf.store.nbytes for shelf in self._shelves.values())
 
     def clear(self) -> None:
         """Give all room back and delete all files."""
@@ -250,7 +259,11 @@ class PrefixCache:
         described = {name: [list(item.shape), str(item.dtype)] for name, item in layout.items()}
         key = {**self._key, "encoding": self.encoding.kind, "layout": described, "torch": torch.__version__}
         store = self._make_store(name, self._num_slots, layout)
-        ledger = Ledger(self._num_slots, key=key, folder=store.folder)
+        try:
+            ledger = Ledger(self._num_slots, key=key, folder=store.folder)
+        except StorageError:
+            store.close()
+            raise
         self._shelves[name] = _Shelf(layout, store, ledger)
         if store.folder is not None:
             self.statistics.damaged += ledger.refuse_damaged(store)
@@ -259,11 +272,17 @@ class PrefixCache:
         """Refuse stale rows; close shelves that hold nothing from which this visit could go on."""
         held = {int(at) for shelf in self._shelves.values() for at in np.unique(shelf.ledger.levels)}
         now = fingerprints(self.cut.chain, {at for at in held if at} | {level} | set(self._levels or ()))
-        for name, shelf in list(self._shelves.items()):
+        for shelf in self._shelves.values():
             self.statistics.stale += shelf.ledger.refuse_stale(now)
-            above = shelf.ledger.levels > level
-            shelf.ledger.unmark(np.flatnonzero(above)) if self._levels is None else None
-            if self._levels is None and name != self._shelf_name(level) and not shelf.ledger.levels.any():
+        if self._levels is not None:
+            return
+        best = np.zeros(self._num_slots, np.int32)
+        for shelf in self._shelves.values():
+            shelf.ledger.unmark(np.flatnonzero(shelf.ledger.levels > level))
+            np.maximum(best, shelf.ledger.levels, out=best)
+        for name, shelf in list(self._shelves.items()):
+            shelf.ledger.unmark(np.flatnonzero(shelf.ledger.levels < best))  # moved up to a shelf of another shape
+            if name != self._shelf_name(level) and not shelf.ledger.levels.any():
                 self._shelves.pop(name).close()
 
 
@@ -275,4 +294,7 @@ def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> dict[str, Any]:
     """The batch's `rows`; the batch itself where that is all of them, in order."""
     if len(rows) == count:
         return dict(batch)
-    return {name: value[torch.from_numpy(rows).to(value.device)] for name, value in batch.items()}
+    return {
+        name: value[torch.from_numpy(rows).to(value.device)] if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }

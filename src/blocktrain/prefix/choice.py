@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,7 @@ from blocktrain.prefix.encoding import Kind
 from blocktrain.units import format_bytes
 
 Place = Literal["device", "host", "file"]
-PLACES: tuple[Place, ...] = ("device", "host", "file")
+PLACES: tuple[Place, ...] = ("device", "host", "file")  # fastest first
 
 # Room that is left alone: for the rest of the training step on a device, for everybody else on host and disk.
 KEPT_FREE = {"device": 0.5, "host": 0.5, "file": 0.1}
@@ -69,7 +70,8 @@ class Facts:
 
     needs: Sequence[Need]  # this visit, and the later ones that see the same rows
     num_slots: int
-    row_bytes: int  # over all boundaries that are kept at once
+    row_bytes: int  # at one boundary
+    boundaries: int = 1  # kept at once, all written by one pass
     flops_per_second: float
     read_bytes_per_second: Mapping[Place, float]
     write_bytes_per_second: Mapping[Place, float]
@@ -91,22 +93,30 @@ def choose(facts: Facts, wanted: str = "auto") -> Choice:
     without = facts.num_slots * sum(need.uses * need.prefix_flops for need in facts.needs) / facts.flops_per_second
     if wanted != "auto":
         return Choice(place=_place(wanted), reason=f"store = '{wanted}' in the configuration", seconds_without=without)
+    if not facts.needs[0].prefix_flops:
+        return Choice(place=None, reason="cannot pay: the prefix costs no FLOPs", seconds_without=without)
     filling = facts.num_slots * sum(min(1.0, need.uses) * need.fill_flops for need in facts.needs)
     filling_seconds = filling / facts.flops_per_second
     if filling_seconds >= without:
         return Choice(place=None, reason=_cannot_pay(facts), seconds_without=without)
-    nbytes = facts.num_slots * facts.row_bytes
+    at_one = facts.num_slots * facts.row_bytes
+    nbytes = at_one * facts.boundaries
     refused = []
-    for place in (place for place in PLACES if place in facts.free_bytes):
+    for place in PLACES:
+        if place not in facts.free_bytes:
+            continue
         room = max(0.0, facts.free_bytes[place] * (1 - KEPT_FREE[place]))
         if nbytes > room:
             refused.append(f"{place} has room for {format_bytes(room)} of {format_bytes(nbytes)}")
             continue
+        if place not in facts.read_bytes_per_second:
+            refused.append(f"{place} could not be written to")
+            continue
         moved = sum(
-            min(1.0, need.uses) / facts.write_bytes_per_second[place] + need.uses / facts.read_bytes_per_second[place]
+            _written(need, facts) / facts.write_bytes_per_second[place] + need.uses / facts.read_bytes_per_second[place]
             for need in facts.needs
         )
-        seconds = filling_seconds + nbytes * moved
+        seconds = filling_seconds + at_one * moved
         if seconds < without:
             reason = f"{place}: {seconds:.3g} s of filling and reading instead of {without:.3g} s of prefix passes"
             return Choice(place=place, reason=reason, seconds_without=without, seconds_with=seconds)
@@ -114,10 +124,14 @@ def choose(facts: Facts, wanted: str = "auto") -> Choice:
     return Choice(place=None, reason="does not pay: " + "; ".join(refused), seconds_without=without)
 
 
+def _written(need: Need, facts: Facts) -> float:
+    """How often a visit writes a row: at every boundary that is kept where it is computed, not at all where it is found
+    as it is needed."""
+    return min(1.0, need.uses) * facts.boundaries if need.fill_flops else 0.0
+
+
 def _cannot_pay(facts: Facts) -> str:
     need = facts.needs[0]
-    if not need.prefix_flops:
-        return "cannot pay: the prefix costs no FLOPs"
     used = "once" if need.uses == 1 else f"{need.uses:.2g} times"
     return (
         f"cannot pay: each row is used {used} in the visit and no later visit sees it again; repeat rows within a "
@@ -138,7 +152,10 @@ class Rates:
 
 
 def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 * 2**20) -> Rates:
-    """Time copies to and from the device, within the host, and to a file in `folder`; takes about 0.1 seconds."""
+    """Time copies to and from the device, within the host, and to a file in `folder`; takes about 0.1 seconds.
+
+    Without rates of "file" where none can be written.
+    """
     rows = torch.ones(64, probe_bytes // 64, dtype=torch.uint8)
     index = torch.from_numpy(np.random.default_rng(0).permutation(64))
     read: dict[Place, float] = {"host": _rate(lambda: rows[index].to(device), probe_bytes)}
@@ -148,7 +165,7 @@ def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 *
         where = index.to(device)
         read["device"] = _rate(lambda: there[where].sum().item(), probe_bytes)
         write["device"] = _rate(lambda: there.copy_(rows).sum().item(), probe_bytes)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".probe-") as place:
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder, prefix=".probe-") as place:
         path = Path(place) / "rows"
         data = rows.numpy()
         write["file"] = _rate(lambda: data.tofile(path), probe_bytes)

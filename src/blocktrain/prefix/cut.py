@@ -4,12 +4,13 @@
     chain   [embedding]  [layer 0]  [layer 1]  [layer 2]  [head]
                              |          |
     full run      runs ----> runs ----> runs ----> runs ----> runs
-    from level 2  (runs)     passes     h_2 ----> runs ----> runs      h_2 takes the place of what layer 1 passes on
+    from level 2  (looks up) passes     h_2 ----> runs ----> runs      h_2 takes the place of what layer 1 passes on
     up to level 2 runs ----> runs ----> h_2 |                          stops before layer 2
 
 Level i is the boundary below layer i. The model's own code runs as it always does, with its masks, positions and
 rotary tables; a layer below the boundary hands its input through, and the first layer above it is given the stored
-hidden states instead. An embedding still runs: looking rows up costs no FLOPs, and the model's code needs its shape.
+hidden states instead. A table of embeddings is still looked up: that costs no FLOPs, and the model's code needs its
+shape.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import BlocktrainError
-from blocktrain.model.chain import Chain, Layer
+from blocktrain.model.chain import Chain
 
 
 class CutError(BlocktrainError):
@@ -41,9 +42,12 @@ class Cut:
         self.chain = chain
         self._tuples: dict[nn.Module, int] = {}  # layer module -> length of the tuple it returns, if it returns one
 
-    def bypassed(self, level: int) -> list[Layer]:
-        """The layers that do nothing in a run from `level`."""
-        return [layer for index, layer in enumerate(self.chain.layers[:level]) if not (index == 0 and _looks_up(layer))]
+    def bypassed(self, level: int) -> list[nn.Module]:
+        """The modules that do nothing in a run from `level`: those of the layers below it, but for embeddings."""
+        modules = [list(layer.modules.values()) for layer in self.chain.layers[:level]]
+        if modules:
+            modules[0] = [module for module in modules[0] if not _looks_up(module)]
+        return [module for mine in modules for module in mine]
 
     @contextmanager
     def running(self, *, level: int = 0, hidden: Tensor | None = None) -> Iterator[None]:
@@ -53,9 +57,9 @@ class Cut:
         """
         with ExitStack() as stack:
             if level:
-                for layer in self.bypassed(level):
-                    for module in layer.modules.values():
-                        stack.enter_context(_passing_through(module, self._tuples.get(module)))
+                assert hidden is not None, "a run from a boundary needs its hidden states"
+                for module in self.bypassed(level):
+                    stack.enter_context(_passing_through(module, hidden, self._tuples.get(module)))
                 entry = self._entry(level)
                 handle = entry.register_forward_pre_hook(
                     lambda _module, args, kwargs: _replaced(args, kwargs, hidden), with_kwargs=True
@@ -97,25 +101,29 @@ class Cut:
         """
         with evaluating(self.chain.model):
             self._learn(batch, level)
-            whole = _logits(self.chain.model(**batch))
+            output = self.chain.model(**batch)
+            if getattr(output, "aux_loss", None) is not None:
+                raise CutError(
+                    f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; train "
+                    "it without (output_router_logits = false in the model's configuration) or without a prefix cache"
+                )
+            whole = _results(output)
             hidden = self.states(batch, [level])[level]
             with self.running(level=level, hidden=hidden):
-                cut = _logits(self.chain.model(**batch))
-        if not torch.allclose(whole, cut, rtol=1e-3, atol=1e-3 * float(whole.abs().max())):
+                cut = _results(self.chain.model(**batch))
+        if not all(_close(*pair) for pair in zip(whole, cut, strict=True)):
             raise CutError(
                 f"{type(self.chain.model).__name__} run from layer {self.chain.layers[level].name} differs from the "
                 "whole run: more than the hidden states crosses that boundary"
             )
 
     def _learn(self, batch: Mapping[str, Any], level: int) -> None:
-        modules = [module for layer in self.bypassed(level) for module in layer.modules.values()]
-
         def note(module: nn.Module, _args: Any, output: Any) -> None:
             if isinstance(output, tuple):
                 self._tuples[module] = len(output)
 
         with ExitStack() as stack:
-            for module in modules:
+            for module in self.bypassed(level):
                 stack.callback(module.register_forward_hook(note).remove)
             self.states(batch, [level])
 
@@ -124,26 +132,37 @@ class Cut:
         return next(iter(self.chain.layers[level].modules.values()))
 
 
-def _looks_up(layer: Layer) -> bool:
-    return any(isinstance(module, nn.Embedding) for top in layer.modules.values() for module in top.modules())
+def _looks_up(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules())
 
 
 @contextmanager
-def _passing_through(module: nn.Module, length: int | None) -> Iterator[None]:
-    """`module` hands its input on: as it is, or as the first of the tuple it would return."""
+def _passing_through(module: nn.Module, hidden: Tensor, length: int | None) -> Iterator[None]:
+    """`module` hands its input on, as the first of a tuple if it would return one. What it hands on is only looked at
+    for its shape: where it would have made it wider (a projection of embeddings), that of `hidden` is right."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
-        return hidden if length is None else (hidden, *[None] * (length - 1))
+        given = _hidden(args, kwargs)
+        if given.shape != hidden.shape and given.dim() == hidden.dim():
+            given = torch.zeros_like(hidden)
+        return given if length is None else (given, *[None] * (length - 1))
 
+    before = vars(module).get("forward")  # one that somebody put there, as accelerate does
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    if not args and "hidden_states" not in kwargs:
+        raise CutError(
+            f"a layer is called with {sorted(kwargs)} by name: its hidden states must be the first positional argument "
+            "or be called hidden_states"
+        )
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -155,5 +174,13 @@ def _replaced(
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def _logits(output: Any) -> Tensor:
-    return output.logits if hasattr(output, "logits") else output
+def _results(output: Any) -> list[Tensor]:
+    """What must not change: the logits, and the loss, to which more may belong."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [result for name in ("logits", "loss") if (result := getattr(output, name, None)) is not None]
+
+
+def _close(whole: Tensor, cut: Tensor) -> bool:
+    scale = float(whole.nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(whole, cut, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

@@ -40,6 +40,8 @@ def fingerprints(chain: Chain, levels: Iterable[int]) -> dict[int, str]:
     for level, layer in enumerate(chain.layers):
         if level in wanted:
             found[level] = digest.hexdigest()
+        if len(found) == len(wanted):
+            break
         for path, module in layer.modules.items():
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
                 digest.update(name.encode())
@@ -74,7 +76,7 @@ class Ledger:
     def mark(self, slots: np.ndarray, level: int, rows: Fields) -> None:
         """Note that `slots` now hold `rows` of `level`; call it after they were written."""
         if self._folder is not None:
-            self._slots["crc"][slots] = checksums(rows)
+            self._slots["crc"][slots] = checksums(rows, np.full(len(slots), level))
         self._slots["level"][slots] = level
 
     def unmark(self, slots: np.ndarray | slice) -> None:
@@ -83,9 +85,8 @@ class Ledger:
 
     def refuse_stale(self, now: Mapping[int, str]) -> int:
         """Forget slots whose level is not in `now` with the fingerprint they were made from; returns how many."""
-        stale = [
-            level for level in np.unique(self.levels).tolist() if level and self.made_from.get(level) != now.get(level)
-        ]
+        fresh = {level for level, digest in now.items() if self.made_from.get(level) == digest}
+        stale = [level for level in np.unique(self.levels).tolist() if level and level not in fresh]
         slots = np.isin(self.levels, stale)
         self.unmark(np.flatnonzero(slots))
         self.made_from = dict(now)
@@ -97,7 +98,7 @@ class Ledger:
         marked, damaged = np.flatnonzero(self.levels), 0
         for start in range(0, len(marked), rows_at_once):
             slots = marked[start : start + rows_at_once]
-            wrong = slots[checksums(store.read(slots)) != self._slots["crc"][slots]]
+            wrong = slots[checksums(store.read(slots), self.levels[slots]) != self._slots["crc"][slots]]
             self.unmark(wrong)
             damaged += len(wrong)
         return damaged
@@ -130,9 +131,9 @@ class Ledger:
             os.replace(temporary, path)
 
 
-def checksums(rows: Fields) -> np.ndarray:
-    """CRC-32 of each row over all fields in order, uint32 (B,)."""
-    found = np.zeros(len(next(iter(rows.values()))), np.uint32)
+def checksums(rows: Fields, levels: np.ndarray) -> np.ndarray:
+    """CRC-32 of each row over all fields in order, begun with its level: (B,) int -> uint32 (B,)."""
+    found = levels.astype(np.uint32)
     for name in sorted(rows):
         for index, row in enumerate(as_bytes(rows[name])):
             found[index] = zlib.crc32(row, int(found[index]))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from blocktrain.errors import StorageError, storage_errors
 from blocktrain.prefix.encoding import Fields
+from blocktrain.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,17 @@ class MemoryStore:
     """Slots in memory of `device`; pinned host memory where `pin`, for copies that do not wait."""
 
     def __init__(self, num_slots: int, layout: Layout, *, device: torch.device, pin: bool = False):
+        """Claim the room; raises `StorageError` when there is none."""
         self.nbytes = num_slots * slot_bytes(layout)
         self.folder: Path | None = None
         self._pin = pin
-        self._arrays = {
-            name: torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device, pin_memory=pin)
-            for name, field in layout.items()
-        }
+        try:
+            self._arrays = {
+                name: torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device, pin_memory=pin)
+                for name, field in layout.items()
+            }
+        except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+            raise StorageError(f"no room for {format_bytes(self.nbytes)} in the memory of '{device}'") from error
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:
         """Copy `rows` into their slots."""
@@ -110,13 +115,17 @@ class FileStore:
         self._files: dict[str, int] = {}
         self._maps: dict[str, np.ndarray] = {}
         self._layout = dict(layout)
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, field in layout.items():
-                path = self._path(name)
-                self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-                claim(self._files[name], num_slots * field.nbytes)
-                self._maps[name] = np.memmap(path, np.uint8, "r", shape=(num_slots, field.nbytes))
+        try:
+            with storage_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                for name, field in layout.items():
+                    path = self._path(name)
+                    self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                    claim(self._files[name], num_slots * field.nbytes)
+                    self._maps[name] = np.memmap(path, np.uint8, "r", shape=(num_slots, field.nbytes))
+        except StorageError:
+            self.close()  # a claim that failed may have taken all that was left
+            raise
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:
         """Write each row at its place; raises `StorageError` when the disk refuses."""

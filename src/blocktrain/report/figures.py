@@ -10,7 +10,17 @@ from itertools import groupby
 import numpy as np
 
 from blocktrain.report.chart import Bar, Dot, Line, Span, Track, line_chart, stacked_bars, timeline, values
-from blocktrain.report.numerals import Axis, count_axis, decimal, flops_text, format_small, padded, percent, time_axis
+from blocktrain.report.numerals import (
+    Axis,
+    alike,
+    count_axis,
+    decimal,
+    flops_text,
+    format_small,
+    padded,
+    percent,
+    time_axis,
+)
 from blocktrain.report.run import Evaluation, RunRecord, Step, Visit
 from blocktrain.report.series import evenly, running_mean, thin, window
 from blocktrain.report.summary import PART_ORDER, parts
@@ -41,8 +51,7 @@ def colour(run: RunRecord, block: int) -> str:
 def loss_unit(run: RunRecord) -> str:
     """The unit of `loss`; where a token is a byte, the log's two losses agree and the better known name is used."""
     bytewise = run.evaluations and all(
-        row.loss_per_byte is not None and math.isclose(row.loss, row.loss_per_byte, rel_tol=1e-6)
-        for row in run.evaluations
+        row.loss_per_byte is not None and alike(row.loss, row.loss_per_byte) for row in run.evaluations
     )
     return "nats per byte" if bytewise else f"nats per {run.header.unit.removesuffix('s')}"
 
@@ -317,29 +326,37 @@ def parts_key(names: Sequence[str]) -> str:
 
 
 def flops(run: RunRecord) -> str:
-    """Counted FLOPs of a step as shares of a full one, the formula's value as a tick."""
+    """Counted FLOPs of a step as shares of a full one: what the prefix cache saved is pale, the formula a tick."""
     cost = run.cost
     if cost is None or run.is_full or not cost.flops_full or not cost.flops_blocks:
         return ""
     theory = [block / cost.theory_full if cost.theory_full else None for block in cost.theory_blocks]
     theory += [None] * (len(cost.flops_blocks) - len(theory))
     bars = [Bar(label="full training", pieces=[(1.0, "plain", flops_text(cost.flops_full))], text="1", strong=True)]
-    for index, (counted, formula) in enumerate(zip(cost.flops_blocks, theory, strict=False)):
-        share = counted / cost.flops_full
-        bars.append(_share_bar(f"block {index}", share, formula, colour(run, index), flops_text(counted)))
+    means = [run.mean_step_flops(index) for index in range(len(cost.flops_blocks))]
+    for index, (spent, counted, formula) in enumerate(zip(means, cost.flops_blocks, theory, strict=False)):
+        work = (spent, counted, cost.flops_full)
+        bars.append(_share_bar(f"block {index}", colour(run, index), work, formula))
     if len(cost.flops_blocks) > 1:
-        mean = sum(cost.flops_blocks) / len(cost.flops_blocks)
         known = [formula for formula in theory if formula is not None]
         expected = sum(known) / len(known) if known else None
-        share = mean / cost.flops_full
-        bars.append(_share_bar("mean of blocks", share, expected, "plain", flops_text(mean), strong=True))
+        work = (sum(means) / len(means), sum(cost.flops_blocks) / len(means), cost.flops_full)
+        bars.append(_share_bar("mean of blocks", "plain", work, expected, strong=True))
     chart = stacked_bars(bars, 1.0, label="FLOPs of a step", row_height=26 if len(bars) <= 16 else 16)
-    note = f"counted, as a share of a full step's {flops_text(cost.flops_full)}. The tick is the formula's value."
+    note = f"counted, as a share of a full step's {flops_text(cost.flops_full)}. The tick is the formula's value"
+    note += "; pale, what the prefix cache saved, which the formula does not know." if run.cache_uses else "."
     return figure("FLOPs of a step", note, f'<div class="bars">{chart}</div>', css="half")
 
 
-def _share_bar(label: str, share: float, formula: float | None, css: str, counted: str, *, strong: bool = False) -> Bar:
-    title = f"{counted} counted, {share:.3f} of a full step" + ("" if formula is None else f"; formula {formula:.3f}")
-    return Bar(
-        label=label, pieces=[(share, css, title)], text=f"{share:.3f}", mark=formula, mark_title=title, strong=strong
-    )
+def _share_bar(
+    label: str, css: str, work: tuple[float, float, int], formula: float | None, *, strong: bool = False
+) -> Bar:
+    """`work` is a step's FLOPs as spent, as counted without a cache, and of a full step."""
+    spent, counted, full = work
+    title = f"{flops_text(counted)} counted, {counted / full:.3f} of a full step"
+    title += "" if formula is None else f"; formula {formula:.3f}"
+    pieces = [(spent / full, css, title)]
+    if spent < counted:
+        saved = f"{flops_text(counted - spent)} saved by the prefix cache, on average over the visits so far"
+        pieces.append(((counted - spent) / full, f"{css} open", saved))
+    return Bar(label=label, pieces=pieces, text=f"{spent / full:.3f}", mark=formula, mark_title=title, strong=strong)

@@ -6,24 +6,35 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blocktrain.units import format_count
+from blocktrain.units import format_count, format_seconds
 
 ABSENT = "–"
 
 
 def flops_text(count: float) -> str:
-    """`flops_text(1.24e12) == '1.24 TFLOP'`; one multiply-add is two."""
+    """`flops_text(1.24e12) == '1.24 TFLOP'`; one multiply-add is two; a true minus sign."""
     value, prefix = float(count), ""
     for following in "kMGTPEZY":
         if abs(value) < 999.5:  # what .3g would write as 1e+03
             break
         value, prefix = value / 1000, following
-    return f"{value:.3g} {prefix}FLOP"
+    return f"{value:.3g} {prefix}FLOP".replace("-", "−")
+
+
+def seconds_text(seconds: float) -> str:
+    """`seconds_text(0.0042) == '4.2ms'`, `seconds_text(-75) == '−1m 15s'`: short and negative times, too."""
+    size = abs(seconds)
+    return ("−" if seconds < 0 else "") + (f"{size * 1000:.3g}ms" if size < 0.9995 else format_seconds(size))
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
     """Fixed digits; a dash for what was not measured, `nan` for what is not a number."""
     return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def alike(first: float, second: float) -> bool:
+    """Whether two figures agree to three digits: `alike(3.5200, 3.5203)`, not `alike(3.52, 3.53)`."""
+    return math.isclose(first, second, rel_tol=5e-4)
 
 
 def percent(share: float) -> str:

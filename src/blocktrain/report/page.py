@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import comparison, figures
+from blocktrain.report import cachesection, comparison, figures
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
@@ -28,6 +28,7 @@ MOST_ROWS = 200  # evaluations in the table
 def page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or the comparison of several, as HTML."""
     names = distinct_names(runs)
+    named = list(zip(runs, names if runs[1:] else [""], strict=True))  # alone, a run needs no name in its headings
     summaries = [{**summary(run), "name": name} for run, name in zip(runs, names, strict=True)]
     if len(runs) == 1:
         run = runs[0]
@@ -39,13 +40,13 @@ def page(runs: Sequence[RunRecord]) -> str:
         if len(runs) > 3:
             title, meta = meta, title
         sentence, body = _comparison_words(runs, names), comparison.figures(runs, names)
-    notices = [text for run, name in zip(runs, names, strict=True) for text in _notices(run, name if runs[1:] else "")]
+    notices = [text for run, name in named for text in _notices(run, name)]
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
-        _evaluations(run, name if runs[1:] else "") for run, name in zip(runs, names, strict=True)
+        part(run, name) for part in (cachesection.section, _evaluations) for run, name in named
     )
-    footer = "".join(_details(run, name if runs[1:] else "") for run, name in zip(runs, names, strict=True))
+    footer = "".join(_details(run, name) for run, name in named)
     return _document(title, header, body + tables, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
 
 
@@ -76,8 +77,10 @@ def in_words(run: RunRecord, item: Summary) -> str:
     if item["accuracy"] is not None:
         said[-1 if item["validation_loss"] is not None else 0] += f", accuracy {percent(item['accuracy'])}"
     if item["flops_ratio"] is not None and not run.is_full:
-        theory = f" (formula {decimal(item['flops_ratio_theory'])})" if item["flops_ratio_theory"] is not None else ""
-        said.append(f"a step cost {decimal(item['flops_ratio'])} of a full step's FLOPs{theory}")
+        beside = [f"{decimal(item['flops_ratio_uncached'])} without the prefix cache"] if run.cache_uses else []
+        beside += [f"formula {decimal(item['flops_ratio_theory'])}"] if item["flops_ratio_theory"] is not None else []
+        more = f" ({', '.join(beside)})" if beside else ""
+        said.append(f"a step cost {decimal(item['flops_ratio'])} of a full step's FLOPs{more}")
     if item["optimizer_bytes_full"]:
         instead = "" if run.is_full else f" instead of {format_bytes(item['optimizer_bytes_full'])}"
         said.append(f"optimizer state {format_bytes(item['optimizer_bytes'])}{instead}")

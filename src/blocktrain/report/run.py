@@ -115,6 +115,47 @@ class Retirement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheChoice:
+    """The `cache` record: where a visit stores its prefix (None: nowhere), and why."""
+
+    visit: int
+    block: int
+    step: int
+    tokens: int
+    seconds: float
+    place: str | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """The `cached` record: what the prefix cache did in a visit, whose end it marks.
+
+    `rows` were asked for by steps, and `hits` of them found stored; `flops_saved` is net of filling and can be
+    negative, `seconds_saved` is estimated from it.
+    """
+
+    visit: int
+    block: int
+    step: int
+    tokens: int
+    seconds: float
+    place: str
+    dtype: str
+    bytes: int
+    rows: int
+    hits: int
+    computed: int
+    stale: int = 0
+    damaged: int = 0
+    fill_seconds: float
+    wait_seconds: float
+    encoding_error: float = 0.0
+    flops_saved: int
+    seconds_saved: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """The run ended by itself; losses are those of the last evaluation, `flops` those of the whole run."""
 
@@ -143,6 +184,8 @@ class RunRecord:
     evaluations: Sequence[Evaluation]
     retirements: Sequence[Retirement]
     end: End | None
+    cache_choices: Sequence[CacheChoice] = ()
+    cache_uses: Sequence[CacheUse] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -167,6 +210,8 @@ class RunRecord:
                 evaluations=_all(Evaluation, kinds.get("evaluation")),
                 retirements=_all(Retirement, kinds.get("retire")),
                 end=_typed(End, kinds["end"][-1]) if "end" in kinds else None,
+                cache_choices=_all(CacheChoice, kinds.get("cache")),
+                cache_uses=_all(CacheUse, kinds.get("cached")),
                 details=_details(folder / "run.json"),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -198,14 +243,36 @@ class RunRecord:
         return (*self.visits[-1:], *self.steps[-1:], *self.evaluations[-1:], *self.retirements[-1:], *ends)
 
     def step_flops(self, block: int) -> int:
-        """Counted FLOPs of one step while `block` is active; 0 where the log has no costs."""
+        """Counted FLOPs of one step while `block` is active and nothing is cached; 0 where the log has no costs."""
         if self.cost is None:
             return 0
         known = not self.is_full and block < len(self.cost.flops_blocks)
         return self.cost.flops_blocks[block] if known else self.cost.flops_full
 
+    def mean_step_flops(self, block: int) -> float:
+        """The same less what the prefix cache saved in a step of `block`, averaged over its visits so far."""
+        saved = sum(use.flops_saved for use in self.cache_uses if use.block == block)
+        begun = {visit.visit: visit.step for visit in self.visits}
+        steps = sum(row.step - begun.get(row.visit, row.step) for row in self.retirements if row.block == block)
+        return self.step_flops(block) - (saved / steps if steps and self.cost else 0)
+
     def flops_until(self, step: int) -> int:
-        """Counted FLOPs of the first `step` steps: those of each visit at its block's cost."""
+        """FLOPs of the first `step` steps: those of `uncached_flops_until`, less what the prefix cache saved.
+
+        A visit's savings are spread evenly over its steps, so that the count never falls: the log tells only their
+        sum, at the visit's end.
+        """
+        if self.cost is None:
+            return 0
+        spent = self.uncached_flops_until(step) - self._flops_saved_until(step)
+        total = None if self.end is None else self.end.flops
+        if self.end is None or total is None:
+            return spent
+        # The `end` record is right also where a visit was interrupted: its record tells only what came afterwards.
+        return total if step >= self.end.steps else min(spent, total)
+
+    def uncached_flops_until(self, step: int) -> int:
+        """Counted FLOPs that the first `step` steps cost without a cache: those of each visit at its block's cost."""
         if not self.visits:
             return step * self.step_flops(0)
         stops = [*(visit.step for visit in self.visits[1:]), step]
@@ -213,6 +280,17 @@ class RunRecord:
             max(min(step, stop) - visit.step, 0) * self.step_flops(visit.block)
             for visit, stop in zip(self.visits, stops, strict=True)
         )
+
+    def _flops_saved_until(self, step: int) -> int:
+        begun = {visit.visit: visit.step for visit in self.visits}
+        saved = 0
+        for use in self.cache_uses:
+            start = begun.get(use.visit, use.step)
+            if step >= use.step:
+                saved += use.flops_saved
+            elif step > start:
+                saved += use.flops_saved * (step - start) // (use.step - start)
+        return saved
 
 
 def _header(event: Event) -> Header:
@@ -255,6 +333,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "str": str,
     "bool": bool,
+    "str | None": _maybe(str),
     "int | None": _maybe(int),
     "float | None": _maybe(float),
     "tuple[BlockInfo, ...]": tuple,

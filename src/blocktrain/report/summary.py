@@ -1,8 +1,8 @@
 """The figures of a run, as plain data for machines and as a table for people.
 
 Estimates and measurements are named apart: `flops_*` are counted by the profiler, `flops_ratio_theory` is the
-formula's; `optimizer_bytes` and `memory` are the cost record's, `optimizer_bytes_measured` and `peak_memory_bytes` what
-the run found.
+formula's, which knows no cache; `optimizer_bytes` and `memory` are the cost record's, `optimizer_bytes_measured` and
+`peak_memory_bytes` what the run found; `cache_seconds_saved` is estimated, all else about the cache measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.report.numerals import ABSENT, decimal, flops_text, percent
+from blocktrain.report.cache import totals
+from blocktrain.report.numerals import ABSENT, alike, decimal, flops_text, format_small, percent, seconds_text
 from blocktrain.report.run import Bytes, RunRecord
 from blocktrain.units import format_bytes, format_count, format_seconds
 
@@ -29,8 +30,9 @@ def summary(run: RunRecord) -> Summary:
     """What the run reached and what it cost, JSON-able; None for what the log does not tell or is not finite.
 
     Losses are in nats: `validation_loss` per token (image), `validation_loss_per_byte` per byte of text.
-    `flops_ratio` is one step averaged over the blocks, each counting once, over a full step; `optimizer_bytes`
-    and `memory` are the cost record's, for the largest block.
+    `flops_ratio` is one step averaged over the blocks, each counting once, over a full step; what a prefix cache
+    saved is taken off, but for `*_uncached` and `flops_excess_percent`. `optimizer_bytes` and `memory` are the cost
+    record's, for the largest block. `flops_saved*` and `cache_*` are None where no visit was cached.
     """
     last = run.evaluations[-1] if run.evaluations else None
     final = run.end or last
@@ -48,6 +50,7 @@ def summary(run: RunRecord) -> Summary:
         "validation_loss_per_byte": _first_known(final and final.loss_per_byte, last and last.loss_per_byte),
         "accuracy": _first_known(final and final.accuracy, last and last.accuracy),
         **_flops(run),
+        **_cache(run),
         **_memory(run),
         "steps": run.steps_done,
         "visits": len(run.visits),
@@ -67,20 +70,55 @@ def _first_known(*values: float | None) -> float | None:
 def _flops(run: RunRecord) -> Summary:
     cost = run.cost
     if cost is None:
-        names = ("flops_full_step", "flops_mean_step", "flops_ratio", "flops_ratio_theory", "flops_excess_percent")
-        return dict.fromkeys((*names, "flops"), None)
+        names = ("flops_full_step", "flops_mean_step", "flops_mean_step_uncached", "flops_ratio")
+        more = ("flops_ratio_uncached", "flops_ratio_theory", "flops_excess_percent")
+        return dict.fromkeys((*names, *more, "flops", "flops_uncached", "flops_saved", "flops_saved_share"), None)
     counted = [cost.flops_full] if run.is_full else list(cost.flops_blocks) or [cost.flops_full]
     formula = [cost.theory_full] if run.is_full else list(cost.theory_blocks) or [cost.theory_full]
-    mean = sum(counted) / len(counted)
-    ratio = mean / cost.flops_full if cost.flops_full else None
+    uncached = sum(counted) / len(counted)
+    mean = sum(run.mean_step_flops(block) for block in range(len(counted))) / len(counted)
+    ratio = uncached / cost.flops_full if cost.flops_full else None
     theory = sum(formula) / len(formula) / cost.theory_full if cost.theory_full else None
     return {
         "flops_full_step": cost.flops_full,
         "flops_mean_step": mean,
-        "flops_ratio": ratio,
+        "flops_mean_step_uncached": uncached,
+        "flops_ratio": mean / cost.flops_full if cost.flops_full else None,
+        "flops_ratio_uncached": ratio,
         "flops_ratio_theory": theory,
         "flops_excess_percent": 100 * (ratio / theory - 1) if ratio and theory else None,
-        "flops": run.end.flops if run.end and run.end.flops is not None else run.flops_until(run.steps_done),
+        **_flops_in_all(run),
+    }
+
+
+def _flops_in_all(run: RunRecord) -> Summary:
+    """FLOPs of the run so far, and what they would be without the cache that it used."""
+    spent, uncached = run.flops_until(run.steps_done), run.uncached_flops_until(run.steps_done)
+    if not run.cache_uses:
+        return {"flops": spent, **dict.fromkeys(("flops_uncached", "flops_saved", "flops_saved_share"), None)}
+    saved = uncached - spent
+    share = saved / uncached if uncached else None
+    return {"flops": spent, "flops_uncached": uncached, "flops_saved": saved, "flops_saved_share": share}
+
+
+def _cache(run: RunRecord) -> Summary:
+    """What the prefix cache did over the run."""
+    if not run.cache_uses:
+        names = ("places", "dtypes", "bytes", "rows", "hit_rate", "stale", "damaged", "fill_seconds", "wait_seconds")
+        return {f"cache_{name}": None for name in (*names, "seconds_saved", "encoding_error")}
+    did = totals(run.cache_uses)
+    return {
+        "cache_places": list(did.places),
+        "cache_dtypes": list(did.dtypes),
+        "cache_bytes": did.bytes,
+        "cache_rows": did.rows,
+        "cache_hit_rate": did.hit_rate,
+        "cache_stale": did.stale,
+        "cache_damaged": did.damaged,
+        "cache_fill_seconds": _first_known(did.fill_seconds),
+        "cache_wait_seconds": _first_known(did.wait_seconds),
+        "cache_seconds_saved": _first_known(did.seconds_saved),
+        "cache_encoding_error": _first_known(did.encoding_error),
     }
 
 
@@ -148,16 +186,15 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
     add("model", lambda item: item["model"], str)
     add("parameters", lambda item: item["parameters"], format_count)
     add("blocks", lambda item: item["blocks"], str)
-    add(f"validation loss, nats per {unit.removesuffix('s')}", lambda item: item["validation_loss"], decimal)
-    add("validation loss, nats per byte", lambda item: item["validation_loss_per_byte"], decimal)
+    if not all(map(_a_token_is_a_byte, summaries)):
+        add(f"validation loss, nats per {unit.removesuffix('s')}", _of("validation_loss"), decimal)
+    add("validation loss, nats per byte", _of("validation_loss_per_byte"), decimal)
     add("validation accuracy", lambda item: item["accuracy"], percent)
-    add("FLOPs per step, mean of blocks", _of("flops_mean_step"), flops_text, first["flops_full_step"])
-    add("  of a full step, counted", _of("flops_ratio"), decimal, 1.0)
-    add("  of a full step, by the formula", _of("flops_ratio_theory"), decimal, 1.0)
-    add("  counted beyond the formula", _of("flops_excess_percent"), lambda value: percent(value / 100))
-    add("FLOPs so far" if not first["finished"] else "FLOPs in all", _of("flops"), flops_text)
-    add("optimizer state, largest block", _of("optimizer_bytes"), format_bytes, first["optimizer_bytes_full"])
-    add("memory of a step, all parts", lambda item: _total(item["memory"]), format_bytes, _total(first["memory_full"]))
+    _flops_rows(add, summaries)
+    _cache_rows(add)
+    largest = "" if all(item["method"] == "full" for item in summaries) else ", largest block"
+    add(f"optimizer state{largest}", _of("optimizer_bytes"), format_bytes, first["optimizer_bytes_full"])
+    add(f"memory of a step{largest}", lambda item: _total(item["memory"]), format_bytes, _total(first["memory_full"]))
     for part in parts(*(item["memory"] for item in summaries), first["memory_full"] if alone else None):
         full = (first["memory_full"] or {}).get(part, 0)
         add(f"  {part}", lambda item, part=part: _part(item["memory"], part), format_bytes, full)
@@ -167,10 +204,60 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
     add("steps", _of("steps"), lambda value: f"{value:,}")
     add("visits", lambda item: item["visits"] if item["method"] != "full" else None, str)
     add("wall time", _of("seconds"), format_seconds)
-    add(
-        f"{unit} per second", _of("tokens_per_second"), lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-    )
+    add(f"{unit} per second", _of("tokens_per_second"), _rate)
     return result
+
+
+Add = Callable[..., None]  # (label, read, show, full training's value) appends a row
+
+
+def _flops_rows(add: Add, summaries: Sequence[Summary]) -> None:
+    """What a step and the run cost; the formula knows no cache, so it is compared with the uncached count."""
+    first, cached = summaries[0], any(item["cache_rows"] is not None for item in summaries)
+    add("FLOPs per step, mean of blocks", _of("flops_mean_step"), flops_text, first["flops_full_step"])
+    add("  of a full step, counted", _of("flops_ratio"), decimal, 1.0)
+    if cached:
+        add("  of a full step, uncached", _of("flops_ratio_uncached"), decimal, 1.0)
+    formula, beyond = "of a full step, by the formula", "counted beyond the formula"
+    if cached:
+        formula, beyond = "by the formula, uncached", "beyond the formula, uncached"
+    add(f"  {formula}", _of("flops_ratio_theory"), decimal, 1.0)
+    add(f"  {beyond}", _of("flops_excess_percent"), lambda value: percent(value / 100))
+    add("FLOPs so far" if not first["finished"] else "FLOPs in all", _of("flops"), flops_text)
+    add("  uncached", _of("flops_uncached"), flops_text)
+    add("  saved by the prefix cache", _saved, str)
+
+
+def _cache_rows(add: Add) -> None:
+    """What the prefix cache held and did, where a visit was cached."""
+    add("prefix cache", _of("cache_places"), ", ".join)
+    add("  stored as", _stored_as, str)
+    add("  stored at most", _of("cache_bytes"), format_bytes)
+    add("  rows asked for", _of("cache_rows"), format_count)
+    add("  found stored", _of("cache_hit_rate"), percent)
+    add("  filling", _of("cache_fill_seconds"), seconds_text)
+    add("  steps waiting", _of("cache_wait_seconds"), seconds_text)
+    add("  time saved, estimated", _of("cache_seconds_saved"), seconds_text)
+
+
+def _a_token_is_a_byte(item: Summary) -> bool:
+    """Whether the losses per token and per byte agree to three digits, so that one of them tells all."""
+    loss, per_byte = item["validation_loss"], item["validation_loss_per_byte"]
+    return loss is None or (per_byte is not None and alike(loss, per_byte))
+
+
+def _saved(item: Summary) -> str | None:
+    if item["flops_saved"] is None:
+        return None
+    share = item["flops_saved_share"]
+    return flops_text(item["flops_saved"]) + ("" if share is None else f", {percent(share)}")
+
+
+def _stored_as(item: Summary) -> str | None:
+    if item["cache_dtypes"] is None:
+        return None
+    error = item["cache_encoding_error"]
+    return ", ".join(item["cache_dtypes"]) + (f", relative error {format_small(error)}" if error else "")
 
 
 def _rate(value: float) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from blocktrain.blocks.block import Block, Partition
@@ -41,10 +41,11 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint gives back beside the tensors it has put in their places."""
+    """What a checkpoint holds beside tensors."""
 
     progress: Progress
     log_bytes: int  # length of events.jsonl at that moment
+    data: str  # fingerprint of the training rows
 
 
 def fingerprint(partition: Partition) -> str:
@@ -59,39 +60,38 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def save_checkpoint(
-    folder: Path, *, progress: Progress, log_bytes: int, partition: Partition, optimizer: BlockOptimizer, keep: int
-) -> Path:
+def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, optimizer: BlockOptimizer, keep: int) -> Path:
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
-    ones as they were when there is no room."""
-    target = folder / f"step-{progress.step:08d}"
-    temporary = folder / f".{target.name}.partial"
+    ones as they were when there is no room. One that is there already is left: the same step is the same state."""
+    target = folder / f"step-{saved.progress.step:08d}"
     existing = checkpoints(folder)
+    if target in existing:
+        return target
+    temporary = folder / f".{target.name}.partial"
     with storage_errors(target):
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_what_was_left(folder)
         temporary.mkdir(parents=True)
         try:
-            previous = _previous(existing, fingerprint(partition))
-            files = _write_files(temporary, partition, optimizer, previous)
-            manifest = {
+            contents = {
                 "format": FORMAT,
                 "model": fingerprint(partition),
-                "progress": progress.to_json(),
-                "log_bytes": log_bytes,
+                "progress": saved.progress.to_json(),
+                "log_bytes": saved.log_bytes,
+                "data": saved.data,
                 "optimizer": optimizer.position(),
-                "files": files,
+                "files": _write_files(temporary, partition, optimizer, _previous(existing, fingerprint(partition))),
             }
-            _write(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+            _write(temporary / MANIFEST, json.dumps({**contents, "sha256": _digest(contents)}, indent=1).encode())
             _flush_folder(temporary)
-            if target.exists():  # the same step once more, after a resume
-                shutil.rmtree(target)
             os.rename(temporary, target)
             _flush_folder(folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        for old in [*existing, target][:-keep]:
+            hidden = old.with_name(f".{old.name}.old")  # gone at once, whatever happens while its files are deleted
+            os.rename(old, hidden)
+            shutil.rmtree(hidden)
     return target
 
 
@@ -104,28 +104,28 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
             f"'{path}' is a checkpoint of another model or another division into blocks; "
             "resume with the configuration it was made with"
         )
-    contents = {name: _read_checked(path / name, entry) for name, entry in manifest["files"].items()}
-    tensors = {name: load(data) for name, data in contents.items() if not name.startswith("state-")}
+    files = manifest["files"]
+    for name, entry in files.items():
+        _verify(path / name, entry)
+    states, remainders = {}, {}
+    for block in partition:
+        state, remainder = f"state-{block.index}.safetensors", f"remainder-{block.index}.safetensors"
+        if state in files:
+            states[block.index] = decode_state((path / state).read_bytes())
+        remainders[block.index] = load_file(path / remainder) if remainder in files else {}
+    optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "remainders": remainders})
     with torch.no_grad():
         for block in partition:
-            saved = tensors[f"weights-{block.index}.safetensors"]
+            saved = load_file(path / f"weights-{block.index}.safetensors")
             for name, parameter in block.parameters.items():
                 parameter.copy_(saved[name])
-        buffers = dict(partition.model.named_buffers())
-        for name, value in tensors.get("buffers.safetensors", {}).items():
-            buffers[name].copy_(value)
-    optimizer.load_state_dict(
-        {
-            **manifest["optimizer"],
-            "blocks": {
-                block.index: decode_state(contents[f"state-{block.index}.safetensors"])
-                for block in partition
-                if f"state-{block.index}.safetensors" in contents
-            },
-            "remainders": {block.index: tensors.get(f"remainder-{block.index}.safetensors", {}) for block in partition},
-        }
+        if "buffers.safetensors" in files:
+            buffers = dict(partition.model.named_buffers())
+            for name, value in load_file(path / "buffers.safetensors").items():
+                buffers[name].copy_(value)
+    return Saved(
+        progress=Progress.from_json(manifest["progress"]), log_bytes=manifest["log_bytes"], data=manifest["data"]
     )
-    return Saved(progress=Progress.from_json(manifest["progress"]), log_bytes=manifest["log_bytes"])
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -162,36 +162,29 @@ def _write_files(
         unchanged = previous is not None and previous.changed_at[block.index] == changed_at
         for name, encode in _contents(block, optimizer).items():
             if unchanged and previous is not None and name in previous.files:
-                os.link(previous.path / name, folder / name)
+                _link(previous.path / name, folder / name)
                 entries[name] = previous.files[name]
-            elif (data := encode()) is not None:
-                entries[name] = _write(folder / name, data)
+            else:
+                entries[name] = _write(folder / name, encode())
     buffers = persistent_buffers(partition.model)
     if buffers:
         entries["buffers.safetensors"] = _write(folder / "buffers.safetensors", save(buffers))
     return entries
 
 
-def _contents(block: Block, optimizer: BlockOptimizer) -> dict[str, Callable[[], bytes | None]]:
-    """File name -> its bytes, made only when they must be written; None where there is nothing to keep."""
+def _contents(block: Block, optimizer: BlockOptimizer) -> dict[str, Callable[[], bytes]]:
+    """File name -> its bytes, made only when they must be written."""
     index = block.index
-
-    def weights() -> bytes:
-        return save({name: parameter.data.contiguous() for name, parameter in block.parameters.items()})
-
-    def state() -> bytes | None:
-        kept = optimizer.block_state(index)
-        return None if kept is None else encode_state(kept)
-
-    def remainder() -> bytes | None:
-        left = optimizer.block_remainders(index)
-        return save(left) if left else None
-
-    return {
-        f"weights-{index}.safetensors": weights,
-        f"state-{index}.safetensors": state,
-        f"remainder-{index}.safetensors": remainder,
+    contents = {
+        f"weights-{index}.safetensors": lambda: save(
+            {name: parameter.data.contiguous() for name, parameter in block.parameters.items()}
+        )
     }
+    if optimizer.has_state(index):
+        contents[f"state-{index}.safetensors"] = lambda: encode_state(optimizer.block_state(index) or {})
+    if optimizer.precision.has_master:
+        contents[f"remainder-{index}.safetensors"] = lambda: save(optimizer.block_remainders(index))
+    return contents
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -209,6 +202,21 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
+def _link(source: Path, target: Path) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _remove_what_was_left(folder: Path) -> None:
+    """Delete what killed processes left half-written or half-deleted; a folder without a manifest is no checkpoint."""
+    for path in folder.glob("*step-*"):
+        if path.name.startswith(".") or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+            shutil.rmtree(path)
+
+
 def _flush_folder(path: Path) -> None:
     """See a folder's entries onto the disk, so that a renamed file survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
@@ -218,21 +226,43 @@ def _flush_folder(path: Path) -> None:
         os.close(handle)
 
 
+def _digest(contents: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"'{path}' has format {manifest['format']}; this version reads format {FORMAT}")
+        if manifest.pop("sha256") != _digest(manifest):
+            raise ValueError("its checksum is wrong")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"'{path / MANIFEST}' cannot be read ({error}); {_WAY_OUT.format(path)}") from None
+        raise CheckpointError(f"'{path / MANIFEST}' cannot be read ({error}); {_way_out(path / MANIFEST)}") from None
     return manifest
 
 
-def _read_checked(path: Path, entry: Mapping[str, Any]) -> bytes:
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be read ({error.strerror}); {_WAY_OUT.format(path.parent)}") from None
-    if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"'{path}' is damaged: its checksum is wrong; {_WAY_OUT.format(path.parent)}")
-    return data
+        raise CheckpointError(f"'{path}' cannot be read ({error.strerror}); {_way_out(path)}") from None
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"'{path}' is damaged: its checksum is wrong; {_way_out(path)}")
+
+
+def _way_out(path: Path) -> str:
+    """What to do about a bad file: an older checkpoint may have a good one, or share this very file."""
+    mine = path.parent
+    older = [other for other in checkpoints(mine.parent) if other.name < mine.name]
+    sound = [
+        other
+        for other in older
+        if not (path.exists() and (other / path.name).exists() and path.samefile(other / path.name))
+    ]
+    if sound:
+        return f"delete '{mine}' to go on from '{sound[-1].name}'"
+    return (
+        f"no older checkpoint has another copy of it; restore '{mine}' from a backup, or train anew with another --out"
+    )

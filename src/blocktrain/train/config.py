@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ class BlocksConfig:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ConfigError(f"blocks.count must be at least 1, not {self.count}; 1 is full-parameter training")
+            raise ConfigError(f"count must be at least 1, not {self.count}; 1 is full-parameter training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,9 @@ class OptimizerConfig:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
+        if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr must be positive, not {self.lr:g}")
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
 
 
@@ -164,7 +165,3 @@ class RunConfig:
     def to_mapping(self) -> dict[str, Any]:
         """Nested dictionaries of plain values, as stored in `run.json`."""
         return to_mapping(self)
-
-    def with_changes(self, **changes: Any) -> RunConfig:
-        """A copy with some tables replaced."""
-        return replace(self, **changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ def export(folder: RunFolder, out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
     config = folder.config()
+    out = out.resolve()
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
+    config = replace(config, optimizer=replace(config.optimizer, state="drop"))  # the run's own moments stay untouched
     job = build(config, folder.path)
     load_checkpoint(found[-1], job.partition, job.optimizer)
     _restore_masters(job)

@@ -43,12 +43,16 @@ class RunFolder:
         """`report.html`."""
         return self.path / "report.html"
 
-    def create(self, config: RunConfig, *, method: str, environment: dict[str, Any], command: str) -> None:
-        """Make the folder and its `run.json`; a folder that already holds a run is an error."""
+    def require_new(self) -> None:
+        """Raises `ConfigError` if the folder already holds a run."""
         if (self.path / "run.json").exists():
             raise ConfigError(
                 f"'{self.path}' already holds a run; go on with 'blocktrain resume {self.path}' or choose another --out"
             )
+
+    def create(self, config: RunConfig, *, method: str, environment: dict[str, Any], command: str) -> None:
+        """Make the folder and its `run.json`; a folder that already holds a run is an error."""
+        self.require_new()
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         self._write(
@@ -89,10 +93,11 @@ class RunFolder:
             handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:  # held by another process, or a file system without locks
             os.close(handle)
             raise ConfigError(
-                f"another process is training in '{self.path}'; wait for it or choose another --out"
+                f"'{self.path}' cannot be locked ({error.strerror}): another process may be training in it; "
+                "wait for it or choose another --out"
             ) from None
         try:
             yield
@@ -103,5 +108,8 @@ class RunFolder:
         path = self.path / "run.json"
         with storage_errors(path):
             temporary = path.with_suffix(".partial")
-            temporary.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(contents, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -132,6 +132,9 @@ def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
 
 def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
     options = config.optimizer
+    for key in ("lr", "weight_decay"):
+        if key in options.options:
+            raise ConfigError(f"[optimizer] set {key} in the table itself, not in options")
     cls = _optimizer_class(options.name)
     keywords: dict[str, Any] = {"lr": options.lr, **options.options}
     if options.weight_decay is not None:

@@ -9,7 +9,8 @@
                 checkpoint when due           checkpoint.py
 
 What a step does is a function of the weights, the seed and the step's number: data rows, augmentation and dropout
-follow from them. So a run that was killed and resumed ends as one that was not, bit for bit, and so does its log.
+follow from them. So a run that was killed and resumed ends as one that was not, bit for bit, and so does its log, but
+for the clock, peak memory, and what a prefix cache did (rows stored in memory are gone with the process).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.blocks.activation import evaluating
-from blocktrain.errors import Interrupted
+from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, read_events
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
-from blocktrain.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
@@ -109,6 +110,8 @@ class Loop:
             if evaluated:
                 self._evaluate_and_log()
             self._ask_rules(longest, result, evaluated)
+            if progress.run_over:  # the run's last checkpoint comes after its last records
+                break
             if self.stop.signal_number is not None:
                 self._save()
                 self._interrupted(self.stop.signal_number)
@@ -201,10 +204,10 @@ class Loop:
         assert self._log is not None
         self._log.sync()
         self.progress.seconds = self._seconds()
+        saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
         return save_checkpoint(
             self.folder.checkpoints,
-            progress=self.progress,
-            log_bytes=self._log.length(),
+            saved,
             partition=self.job.partition,
             optimizer=self.job.optimizer,
             keep=self.job.config.checkpoint.keep,
@@ -216,6 +219,11 @@ class Loop:
         if not found:
             return 0
         saved = load_checkpoint(found[-1], self.job.partition, self.job.optimizer)
+        if saved.data != self.job.task.fingerprint:
+            raise CheckpointError(
+                f"the training data are not those of '{found[-1]}' any more, so its rows cannot be gone on with; "
+                "restore them, or train anew with another --out"
+            )
         self.progress = saved.progress
         return saved.log_bytes
 

@@ -79,7 +79,7 @@ def _cost(
     step = counter.measure(block.parameters)
     active = [index for index, layer in enumerate(job.partition.chain.layers) if layer in block.layers]
     scalars = block.num_parameters
-    master = 4 * scalars if job.optimizer.precision.remainder == "host" else 0
+    master = 4 * scalars if job.optimizer.precision.has_master else 0
     return {
         "flops": step.flops * micro_steps,
         "theory": theoretical_step_flops(layers, active) * micro_steps,

@@ -54,17 +54,17 @@ class PrefixedSteps:
         self._rates: Rates | None = None  # measured once, when first asked for
         self._choice: Choice | None = None
         self._flops_per_second = float("inf")
-        self._visit: Visit | None = None
+        self._saved = 0  # FLOPs, in a visit whose cache was given up
 
     # -- a visit --------------------------------------------------------------------------------------------------
 
     def open(self, visit: Visit) -> Event | None:
         """Decide for a visit and open its cache; the record to log, None where there is nothing to decide."""
-        self._visit, self._choice = visit, None
+        self._choice, self._saved = None, 0
         level = self._levels[visit.block.index]
-        reason = self._refusal(level)
-        if level == 0 or (reason is None and self.job.config.prefix.store == "off"):
+        if level == 0 or self.job.config.prefix.store == "off":
             return None
+        reason = self._refusal(level)
         if reason is None:
             try:
                 self._choice = self._decide(visit, level)
@@ -74,7 +74,7 @@ class PrefixedSteps:
             except (CutError, StorageError) as error:
                 self._give_up(error)
                 reason = str(error)
-        place = None if self._choice is None else self._choice.place
+        place = self._place if self.active else None
         return {"kind": "cache", "place": place, "reason": reason, "level": level}
 
     def running(self, rows: StepRows, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ class PrefixedSteps:
         """FLOPs that the visit has not spent so far, against the same steps without a cache: their prefix passes, less
         what was spent to fill."""
         if not self.active or self._cache is None:
-            return 0
+            return self._saved
         seen = self._cache.statistics
         filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
         return round(seen.asked * self._flops(0, self._cache.level) - filled)
@@ -160,16 +160,21 @@ class PrefixedSteps:
         self._flops_per_second = self._measure_rate(visit, level)
         states = self._cut.states(self._sample(visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
+        free = free_bytes(job.device, self.folder)
+        if self._cache is not None:  # it is not in its own way
+            free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes
         if self._rates is None:
-            self._rates = measure_rates(job.device, self._made(self.folder))
+            measured = config.store == "auto"
+            self._rates = measure_rates(job.device, self.folder) if measured else Rates(read={}, write={})
         facts = Facts(
             needs=self._needs(visit, level),
             num_slots=job.rows.num_slots,
-            row_bytes=kept * slot_bytes(layout_of(Encoding(config.dtype).encode(states))),
+            row_bytes=slot_bytes(layout_of(Encoding(config.dtype).encode(states))),
+            boundaries=kept,
             flops_per_second=self._flops_per_second,
             read_bytes_per_second=self._rates.read,
             write_bytes_per_second=self._rates.write,
-            free_bytes=free_bytes(job.device, self.folder),
+            free_bytes=free,
         )
         return choose(facts, config.store)
 
@@ -200,7 +205,10 @@ class PrefixedSteps:
         """In descending order every boundary is kept, as none goes stale before its visit."""
         if self.job.schedule.order != "descending":
             return None
-        return sorted({level for level in self._levels.values() if level})
+        wanted = [level for level in self._levels.values() if level]
+        if self.job.config.prefix.store == "auto":  # which never pays for a boundary that costs nothing to reach
+            wanted = [level for level in wanted if self._flops(0, level)]
+        return sorted(wanted)
 
     def _measure_rate(self, visit: Visit, level: int) -> float:
         """FLOPs per second of the prefix on a micro-batch; the better of two passes."""
@@ -218,6 +226,9 @@ class PrefixedSteps:
 
     def _open_cache(self, visit: Visit, level: int, place: Place) -> None:
         config = self.job.config.prefix
+        if self._cache is not None and place != self._place:
+            self._cache.close()
+            self._cache = None
         self._place = place
         if self._cache is None:
             self._cache = PrefixCache(
@@ -275,16 +286,12 @@ class PrefixedSteps:
 
     def _give_up(self, error: Exception) -> None:
         """Go on without a cache, and say so once."""
+        self._saved = self.flops_saved()
         self.broken = f"given up: {error}"
         log.warning("training goes on without a prefix cache: %s", error)
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-
-    @staticmethod
-    def _made(folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
 
 def _level(job: Job, block: Block) -> int:

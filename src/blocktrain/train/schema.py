@@ -28,13 +28,13 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") ->
         if key not in known:
             raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, known)}")
     converted = {key: _convert(known[key], value, _join(where, key)) for key, value in values.items()}
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        if _required(field) and field.name not in values:
+            raise ConfigError(f"key '{_join(where, field.name)}' is missing")
     try:
         return cls(**converted)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from None
-    except TypeError:
-        missing = [field.name for field in dataclasses.fields(cls) if _required(field) and field.name not in values]  # pyright: ignore[reportArgumentType]
-        raise ConfigError(f"key '{_join(where, missing[0])}' is missing") from None
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

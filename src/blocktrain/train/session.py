@@ -21,6 +21,7 @@ def run(
     Nothing is written before the whole configuration, data and model have been checked.
     """
     folder = RunFolder(Path(out))
+    folder.require_new()
     job = build(config, folder.path)
     with folder.lock():
         folder.create(config, method=method, environment=environment(job.device), command=command)
@@ -32,8 +33,9 @@ def run(
 def resume(out: Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet."""
     folder = RunFolder(Path(out))
-    contents = folder.read()
-    job = build(folder.config(), folder.path)
-    with folder.lock(), stop_requests() as stop:
-        Loop(job=job, folder=folder, method=contents["method"], listeners=listeners, stop=stop).run()
+    method, config = folder.read()["method"], folder.config()
+    with folder.lock():
+        job = build(config, folder.path)
+        with stop_requests() as stop:
+            Loop(job=job, folder=folder, method=method, listeners=listeners, stop=stop).run()
     return folder

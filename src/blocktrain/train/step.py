@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import NonFiniteError
@@ -37,6 +38,7 @@ def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, vi
     factor = config.learning_rate.factor(step, total=job.total_steps, visit_step=visit_step)
     optimizer.scale_learning_rate(factor)
     seed_everything(config.seed, step)
+    buffers = _copied_buffers(job) if config.on_nonfinite == "skip" else {}
     rows, following = (
         job.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
         for ahead in (0, 1)
@@ -47,6 +49,8 @@ def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, vi
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad()
         if config.on_nonfinite == "skip":
+            for buffer, before in buffers.items():  # BatchNorm has already seen the batch
+                buffer.copy_(before)
             return StepResult(loss=loss, grad_norm=norm, lr=result.lr, skipped=True)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         raise NonFiniteError(
@@ -74,6 +78,13 @@ def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: St
             micro_loss.backward()
         loss += micro_loss.item()
     return loss
+
+
+def _copied_buffers(job: Job) -> dict[Tensor, Tensor]:
+    """The active block's buffers, and copies of them."""
+    block = job.optimizer.active
+    modules = block.modules() if block is not None else ()
+    return {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
 
 
 def _listed(rows: np.ndarray) -> str:

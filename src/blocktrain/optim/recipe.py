@@ -1,0 +1,82 @@
+"""How a block's torch.optim optimizers are made: one class, its options, which parameters it takes and decays."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blocktrain.blocks.block import Partition
+from blocktrain.optim.decay import Undecayed, undecayed_ids
+
+OptimizerChoice = tuple[type[torch.optim.Optimizer], dict[str, Any]]  # class, keyword arguments
+
+
+class Recipe:
+    """Makes the optimizers of any set of a partition's parameters.
+
+    choice: class and options. others: the same for parameters that this class cannot take (`torch.optim.Muon` takes the
+    2-D weights of the hidden layers only); None is AdamW with the same rate and decay. undecayed: see `decay.py`.
+    """
+
+    def __init__(
+        self, partition: Partition, choice: OptimizerChoice, others: OptimizerChoice | None, undecayed: Undecayed
+    ):
+        self.choice = choice
+        shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
+        self.others = others or (torch.optim.AdamW, shared)
+        alone = undecayed_ids(partition.model, undecayed)
+        self._undecayed = {
+            name for block in partition for name, parameter in block.parameters.items() if id(parameter) in alone
+        }
+        self._matrices = _hidden_matrices(partition) if issubclass(choice[0], torch.optim.Muon) else None
+
+    def build(
+        self, trained: Mapping[str, nn.Parameter], *, without: Collection[str] = ()
+    ) -> list[torch.optim.Optimizer]:
+        """One optimizer over `trained`, or two where the class takes matrices only; `without` some of its options."""
+        taken = {name: p for name, p in trained.items() if self._matrices is None or name in self._matrices}
+        rest = {name: p for name, p in trained.items() if name not in taken}
+        optimizers = []
+        for (cls, options), mine in ((self.choice, taken), (self.others, rest)):
+            if mine:
+                kept = {key: value for key, value in options.items() if key not in without}
+                optimizers.append(cls(self._groups(cls, mine), **kept))
+        return optimizers
+
+    def _groups(self, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """Parameters with and without weight decay."""
+        if "weight_decay" not in inspect.signature(cls).parameters:
+            return [{"params": list(mine.values())}]
+        decayed = [p for name, p in mine.items() if name not in self._undecayed]
+        plain = [p for name, p in mine.items() if name in self._undecayed]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+
+def _hidden_matrices(partition: Partition) -> set[str]:
+    """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
+    return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
+
+
+def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Take a step on parameters of the meta device: the state it leaves has the shapes of a real one."""
+    with _AnyNumber():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+
+
+class _AnyNumber(TorchDispatchMode):
+    """Lets a step without memory read a number out of a tensor (Adafactor its norm, ASGD its rate): any will do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
