@@ -15,6 +15,14 @@ from blocktrain.runtime import peak_memory_bytes
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 
+def quiet_libraries() -> None:
+    """Leave the terminal to the run: transformers warns of things that random small models do not have."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 class LiveLine:
     """Listens to a run's events; use as a context manager around the run.
 
@@ -97,18 +105,21 @@ class LiveLine:
         return "  ".join(part for part in parts if part)
 
     def _evaluation(self, event: Event) -> None:
-        parts = [f"step {event['step']:>6}", f"validation loss {_figure(event)}"]
-        if event.get("accuracy") is not None:
-            parts.append(f"accuracy {100 * event['accuracy']:.2f} %")
-        if self._smoothed is not None:
-            parts.append(f"training loss {self._smoothed:.3f}")
+        parts = [f"step {event['step']:>6}"]
         if event["block"] is not None:
             parts.append(f"block {event['block']}")
+        if self._smoothed is not None:
+            parts.append(f"training loss {self._smoothed:.3f}")
+        parts.append(f"validation {_figure(event)}")
+        if event.get("accuracy") is not None:
+            parts.append(f"accuracy {100 * event['accuracy']:.2f} %")
         parts.append(format_seconds(event["seconds"]))
         self.console.print("  " + "  ".join(parts), highlight=False)
 
 
 def _figure(event: dict[str, Any]) -> str:
-    if event.get("loss_per_byte") is None:
-        return f"{event['loss']:.4f}"
-    return f"{event['loss']:.4f} ({event['loss_per_byte']:.4f} nats per byte)"
+    """The loss per token or image; per byte beside it where that is another figure."""
+    loss, per_byte = event["loss"], event.get("loss_per_byte")
+    if per_byte is None or abs(per_byte - loss) < 0.01 * abs(loss):
+        return f"{loss:.4f}"
+    return f"{loss:.4f} ({per_byte:.4f} per byte)"

@@ -7,11 +7,14 @@ Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one m
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blocktrain.errors import BlocktrainError, Interrupted
+
+Command = Callable[[argparse.Namespace], int]
 
 DESCRIPTION = "Train every parameter of a model, one block at a time, on GPUs you can afford."
 
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
-        return options.command(options) or 0
+        return options.command(options)
     except BlocktrainError as error:
         if options.debug:
             raise
@@ -47,27 +50,31 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command, text: str, **kwargs) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, parents=[common], help=text, description=text, **kwargs)
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, parents=[common], help=text, description=text)
         sub.set_defaults(command=command)
         return sub
 
-    train = add("train", _train, "train as a configuration says, into a new run folder")
+    train = add("train", _lazy("training", "train"), "train as a configuration says, into a new run folder")
     _configuration(train)
-    resume = add("resume", _resume, "go on with an interrupted run from its newest checkpoint")
+    resume = add("resume", _lazy("training", "resume"), "go on with an interrupted run from its newest checkpoint")
     resume.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
-    compare = add("compare", _compare, "train the same model on the same tokens in full and in blocks, side by side")
+    compare = add(
+        "compare",
+        _lazy("training", "compare"),
+        "train the same model on the same tokens in full and in blocks, side by side",
+    )
     _configuration(compare)
     compare.add_argument(
         "--methods", default="full,bcd", metavar="A,B", help="what to compare, in this order (default: %(default)s)"
     )
-    report = add("report", _report, "write report.html for one run, or one page for several")
+    report = add("report", _lazy("showing", "report"), "write report.html for one run, or one page for several")
     report.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="where (default: report.html in the first folder)")
-    export = add("export", _export, "write the trained model as a Hugging Face folder")
+    export = add("export", _lazy("showing", "export"), "write the trained model as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    add("doctor", _doctor, "show versions, devices, dtypes and bandwidths of this machine")
+    add("doctor", _lazy("doctor", "doctor"), "show versions, devices, dtypes and bandwidths of this machine")
     return root
 
 
@@ -87,40 +94,13 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def _train(options: argparse.Namespace) -> int:
-    from blocktrain.cli.training import train
+def _lazy(module: str, function: str) -> Command:
+    """The function of a module of this package, imported when it is called."""
 
-    return train(options)
+    def command(options: argparse.Namespace) -> int:
+        return getattr(importlib.import_module(f"blocktrain.cli.{module}"), function)(options)
 
-
-def _resume(options: argparse.Namespace) -> int:
-    from blocktrain.cli.training import resume
-
-    return resume(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from blocktrain.cli.training import compare
-
-    return compare(options)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from blocktrain.cli.showing import report
-
-    return report(options)
-
-
-def _export(options: argparse.Namespace) -> int:
-    from blocktrain.cli.showing import export
-
-    return export(options)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from blocktrain.cli.doctor import doctor
-
-    return doctor(options)
+    return command
 
 
 if __name__ == "__main__":

@@ -45,9 +45,11 @@ def report(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """`blocktrain export DIR OUT`."""
+    from blocktrain.cli.live import quiet_libraries
     from blocktrain.train.export import export as export_run
     from blocktrain.train.folder import RunFolder
 
+    quiet_libraries()
     out = export_run(RunFolder(options.run), options.out)
     if options.json:
         json.dump({"exported": str(out)}, sys.stdout)

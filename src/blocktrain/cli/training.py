@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from blocktrain.cli.live import LiveLine
+from blocktrain.cli.live import LiveLine, quiet_libraries
 from blocktrain.cli.showing import show_runs
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import pick_device
@@ -21,6 +21,7 @@ from blocktrain.train.session import run
 
 def train(options: argparse.Namespace) -> int:
     """`blocktrain train CONFIG`."""
+    quiet_libraries()
     config = RunConfig.load(options.config, options.overrides)
     out = options.out or numbered_folder(config.name)
     with LiveLine(_live_console(options), pick_device(config.device)) as live:
@@ -31,6 +32,7 @@ def train(options: argparse.Namespace) -> int:
 
 def resume(options: argparse.Namespace) -> int:
     """`blocktrain resume DIR`."""
+    quiet_libraries()
     device = pick_device(RunFolder(options.run).config().device)
     with LiveLine(_live_console(options), device) as live:
         folder = resume_run(options.run, listeners=[live])
@@ -42,6 +44,7 @@ def compare(options: argparse.Namespace) -> int:
     """`blocktrain compare CONFIG`."""
     from blocktrain.baselines.compare import compare as compare_methods
 
+    quiet_libraries()
     config = RunConfig.load(options.config, options.overrides)
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods:

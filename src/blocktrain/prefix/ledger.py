@@ -117,7 +117,7 @@ class Ledger:
             if saved["key"] != json.loads(json.dumps(self.key)) or not (path.parent / "slots.bin").is_file():
                 return False
             self.made_from = {int(level): digest for level, digest in saved["made_from"].items()}
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
 
