@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from blocktrain.data.sampling import Sampling
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.train.config import RunConfig
 from blocktrain.units import Duration
@@ -19,11 +20,13 @@ def bcd(config: RunConfig, steps: int) -> RunConfig:
 
 
 def full(config: RunConfig, steps: int) -> RunConfig:
-    """Ordinary full-parameter training: one block, visited once for the whole run, with the same optimizer."""
+    """Ordinary full-parameter training: one block, visited once for the whole run, with the same optimizer, on fresh
+    rows throughout (subsets that are reused are a means of block coordinate descent)."""
     whole = Duration.steps(steps)
     return replace(
         config,
         name=f"{config.name}, full",
+        sampling=Sampling(variants=config.sampling.variants),
         blocks=replace(config.blocks, count=1, patterns=None),
         schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", plateau=None),
         stop=replace(config.stop, duration=whole),

@@ -1,0 +1,76 @@
+"""The quickstart's promises on its own configuration: what a step costs against theory, what the optimizer holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blocktrain.events import Event
+from blocktrain.train.config import RunConfig
+from blocktrain.train.job import Job, build
+from blocktrain.train.measure import opening_events
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Event]:
+    """The job of the example, and its cost record."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    job = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
+    return job, opening_events(job, "bcd")[1]
+
+
+def closed_form(active: range, *, layers: int, width: int, vocabulary: int, tokens: int, rows: int) -> int:
+    """FLOPs of a step from the model's dimensions alone, with layer 0 the embedding and layer `layers` + 1 the head.
+
+    Per token, forward: 24 width^2 in a layer's weights, 4 tokens width in its attention, 2 width vocabulary in the
+    head (tied: its weight gradient belongs to layer 0). Backward: activation gradients cost as much again as the
+    weights' forward and 2.5 times the attention's; weight gradients as much as the weights' forward.
+    """
+    weights, attention, head = 24 * width**2, 4 * tokens * width, 2 * width * vocabulary
+    trained = len([layer for layer in active if 0 < layer <= layers])
+    above = layers + 1 - max(active.start, 1)
+    per_token = (
+        layers * (weights + attention)
+        + head
+        + above * (weights + 2.5 * attention)
+        + head
+        + trained * weights
+        + (head if 0 in active else 0)
+    )
+    return round(per_token * tokens * rows)
+
+
+def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[Job, Event]) -> None:
+    """M = 3, uncached: counted FLOPs over a full step's at most 2 % above the theoretical value."""
+    job, cost = quickstart
+    settings: Any = job.model.config
+    shape = {
+        "layers": settings.n_layer,
+        "width": settings.n_embd,
+        "vocabulary": settings.vocab_size,
+        "tokens": 128,
+        "rows": job.pace.rows_per_step,
+    }
+    chain = job.partition.chain.layers
+    full = closed_form(range(len(chain)), **shape)
+    assert cost["flops"]["full"] == pytest.approx(full, rel=0.02)
+    ratios, theory = [], []
+    for block, counted in zip(job.partition, cost["flops"]["blocks"], strict=True):
+        start = chain.index(block.layers[0])
+        ratios.append(counted / cost["flops"]["full"])
+        theory.append(closed_form(range(start, start + len(block.layers)), **shape) / full)
+        assert ratios[-1] <= 1.02 * theory[-1]
+        assert ratios[-1] >= 0.98 * theory[-1]
+    assert sum(ratios) <= 1.02 * sum(theory)
+
+
+def test_the_optimizer_holds_the_largest_blocks_moments(quickstart: tuple[Job, Event]) -> None:
+    """Two fp32 moments a parameter, and a step count of 4 bytes a tensor."""
+    job, cost = quickstart
+    expected = [8 * block.num_parameters + 4 * len(block.parameters) for block in job.partition]
+    assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == expected
+    assert cost["memory"]["full"]["optimizer"] == sum(expected)
