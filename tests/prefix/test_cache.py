@@ -179,10 +179,18 @@ def test_what_is_read_ahead_is_what_is_asked_for(make_store: MakeStore):
     for asked, prefetched in (([3, 1], [3, 1]), ([3, 1], [1, 3]), ([0, 9], [0, 9]), ([0, 9], [5, 6])):
         bench.cache.prefetch(np.array(prefetched), CPU)
         assert torch.equal(bench.fetch(*asked), bench.expected(*asked))
-    bench.cache.prefetch(np.array([3, 1]), CPU)  # asked for by nobody: the next visit must not get it
-    bench.open(4)
-    assert torch.equal(bench.fetch(3, 1), bench.expected(3, 1, level=4))
     bench.cache.prefetch(np.array([3, 1]), CPU)
+    bench.cache.close()
+
+
+def test_what_was_read_ahead_at_the_end_of_a_visit_is_not_taken_for_the_next_one_s(make_store: MakeStore):
+    bench = Bench(make_store, levels=(2, 4))
+    bench.open(4)
+    bench.fetch_all()
+    bench.cache.prefetch(np.array([3, 1]), CPU)
+    bench.open(2)
+    assert torch.equal(bench.fetch(3, 1), bench.expected(3, 1, level=2))
+    assert bench.cache.statistics.hits == 2
     bench.cache.close()
 
 
@@ -384,6 +392,8 @@ def test_rows_that_moved_to_another_shape_leave_no_store_behind(tmp_path: Path):
     assert stored == {2: ["rows-16x16x16"], 3: ["rows-16x16x16", "rows-32x8x8"], 4: ["rows-32x8x8", "rows-64"]}
     bench.open(4)
     assert bench.cache.statistics.bytes_stored == SLOTS * 64 * 4
+    bench.open(3)  # down again: what lies above is of no use
+    assert [path.parent.name for path in tmp_path.glob("*/data.rows")] == ["rows-32x8x8"]
     bench.cache.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

@@ -149,13 +149,14 @@ class PrefixCache:
         """Hidden states at the visit's level for `slots`, (B, ...), on the batch's device; rows that are not stored
         there are computed from `batch` (the model's inputs for these slots) and stored."""
         here = int((self._shelf(self.level).ledger.levels[slots] == self.level).sum())
-        self.statistics.asked += len(slots)
-        self.statistics.hits += here
-        start = time.perf_counter()
         if here < len(slots):
-            return self.fill(slots, batch)
-        hidden = self._awaited(slots, _device(batch))
-        self.statistics.wait_seconds += time.perf_counter() - start
+            hidden = self.fill(slots, batch)
+        else:
+            start = time.perf_counter()
+            hidden = self._awaited(slots, _device(batch))
+            self.statistics.wait_seconds += time.perf_counter() - start
+        self.statistics.asked += len(slots)  # only now: a full disk sends the caller back to the whole model
+        self.statistics.hits += here
         return hidden
 
     def fill(self, slots: np.ndarray, batch: Batch) -> Tensor:

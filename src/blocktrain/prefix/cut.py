@@ -104,8 +104,8 @@ class Cut:
             output = self.chain.model(**batch)
             if getattr(output, "aux_loss", None) is not None:
                 raise CutError(
-                    f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; train "
-                    "it without (output_router_logits = false in the model's configuration) or without a prefix cache"
+                    f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; "
+                    "train it without (output_router_logits = false in the model's configuration) or without a prefix cache"
                 )
             whole = _results(output)
             hidden = self.states(batch, [level])[level]
