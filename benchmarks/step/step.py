@@ -30,7 +30,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS = 12, 512, 8, 8192, 256, 2
 def build(num_blocks: int, device: torch.device) -> tuple[bt.Partition, bt.BlockOptimizer]:
     """GPT-2, 12 layers, 512 wide, with AdamW over `num_blocks` blocks."""
     torch.manual_seed(0)
-    model: nn.Module = GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             n_layer=LAYERS,
             n_embd=WIDTH,
@@ -44,8 +44,7 @@ def build(num_blocks: int, device: torch.device) -> tuple[bt.Partition, bt.Block
             attn_pdrop=0.0,
         )
     )
-    model.to(device=device)
-    partition = bt.partition(model, num_blocks=num_blocks)
+    partition = bt.partition(nn.Module.to(model, device), num_blocks=num_blocks)
     return partition, bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True)
 
 

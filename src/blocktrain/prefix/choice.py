@@ -183,13 +183,19 @@ def free_bytes(device: torch.device, folder: Path) -> dict[Place, float]:
 
 
 def _available_memory() -> int:
-    """Host memory that can be had without swapping."""
+    """Host memory that can be had without swapping, within the container's limit where there is one."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+                available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
 
 
 def _rate(action, nbytes: int) -> float:

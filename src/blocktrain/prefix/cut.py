@@ -105,7 +105,7 @@ class Cut:
             if getattr(output, "aux_loss", None) is not None:
                 raise CutError(
                     f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; "
-                    "train it without (output_router_logits = false in the model's configuration) or without a prefix cache"
+                    "set output_router_logits = false in its configuration, or prefix.store = 'off'"
                 )
             whole = _results(output)
             hidden = self.states(batch, [level])[level]

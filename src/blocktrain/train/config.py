@@ -146,6 +146,8 @@ class RunConfig:
             raise ConfigError("a run trains on [text] or on [images]: give exactly one of the two tables")
         if self.schedule.sweeps is None and self.stop == RunLimit():
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
+        if self.text is not None and self.sampling.variants is not None:
+            raise ConfigError("sampling.variants is for augmented images; leave it out for text")
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:

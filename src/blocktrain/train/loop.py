@@ -100,9 +100,8 @@ class Loop:
         if fresh:
             progress.rule, progress.sweep = self.job.rule.start(), visit.sweep
             self._emit({"kind": "visit", **self._place(visit), **self._now()})
-        decided, self._flops_saved = self._prefixed.open(visit), 0
-        if decided is not None:
-            (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
+        if not progress.visit_over:  # a resumed visit may have nothing left to do
+            self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
             result = train_step(self.job, self._prefixed, visit, step=progress.step, visit_step=progress.visit_step)
             self._advance(visit, result)
@@ -121,6 +120,12 @@ class Loop:
         did = self._prefixed.close_visit()
         if did is not None:
             self._emit({**did, **self._place(visit), **self._now()})
+
+    def _open_prefix(self, visit: Visit, *, fresh: bool) -> None:
+        """Decide on a prefix cache for the visit; what was decided is logged once, not at every resume."""
+        decided, self._flops_saved = self._prefixed.open(visit), 0
+        if decided is not None:
+            (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 
     def _advance(self, visit: Visit, result: StepResult) -> None:
         """Count a step and log it."""
