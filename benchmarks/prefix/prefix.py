@@ -178,7 +178,6 @@ def wall_clock(rounds: int, folder: Path, flops: dict[str, Any]) -> dict[str, An
                 first, second = (generator.permutation(SLOTS)[:ROWS] for _ in range(2))
                 if bench.levels[block.index]:
                     timed("read", lambda slots=first: bench.cache.fetch(slots, bench.batch(slots)))
-                    bench.cache.prefetch(second, bench.device)
                 update(bench, block, first)
                 if bench.levels[block.index]:
                     bench.cache.prefetch(second, bench.device)

@@ -35,8 +35,8 @@ def pick_device(name: str = "auto") -> torch.device:
 def seed_everything(seed: int, *key: int) -> None:
     """Seed torch on every device from `(seed, *key)`.
 
-    The trainer calls it before each step with the step and the rank: what dropout draws is then a function of
-    (seed, step, rank), and a checkpoint needs no generator state.
+    The trainer calls it before each step with the step's number: what dropout draws is then a function of the seed and
+    the step, and a checkpoint needs no generator state.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(2, np.uint32)
     torch.manual_seed(int(state[0]) << 31 ^ int(state[1]))
@@ -64,6 +64,22 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_memory_bytes() -> int:
+    """Host memory that can be had without swapping, within the container's limit where there is one."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
 
 
 def environment(device: torch.device) -> dict[str, Any]:

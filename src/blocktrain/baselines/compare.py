@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from blocktrain.baselines.methods import method
@@ -27,13 +28,14 @@ def compare(
     chosen = {name: method(name) for name in methods}
     if len(chosen) < len(methods):
         raise ConfigError(f"methods {', '.join(methods)}: one is named twice")
-    steps = build(config, out).total_steps
+    job = build(replace(config, optimizer=replace(config.optimizer, state="drop")), out)  # touches no moments in `out`
+    steps = job.total_steps
     if steps is None:
         raise ConfigError("a comparison needs a known number of steps: set schedule.sweeps or stop.duration")
     folders = []
     for name, change in chosen.items():
         folder = out / name
-        theirs = change(config, steps)
+        theirs = change(config, steps, job.pace)
         if (folder / "run.json").exists():
             if RunFolder(folder).config() != theirs:
                 raise ConfigError(f"'{folder}' holds a run with another configuration; choose another --out")

@@ -17,22 +17,23 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.runtime import environment, pick_device, synchronize
+from blocktrain.runtime import available_memory_bytes, environment, pick_device, synchronize
 from blocktrain.units import format_bytes
 
-PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "numpy", "rich", "datasets", "pillow", "torchao")
+PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "numpy", "rich", "datasets", "pillow")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 PROBE_BYTES = 64 * 2**20
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print versions, devices, dtypes that can be trained with, and bandwidths (median of five)."""
+    """Print versions, devices, dtypes with a matrix product, and bandwidths (medians)."""
     device = pick_device()
     findings = {
         "environment": environment(device),
         "packages": {name: _version(name) for name in PACKAGES},
         "dtypes": {name: _multiplies(getattr(torch, name), device) for name in DTYPES},
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "available_memory_bytes": available_memory_bytes(),
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         "bytes_per_second": _bandwidths(device),
         "matmul_flops_per_second": _matmul_rate(device),
@@ -77,6 +78,11 @@ def _bandwidths(device: torch.device) -> dict[str, float]:
     block = torch.ones(PROBE_BYTES, dtype=torch.uint8)
     target = torch.empty_like(block)
     rates = {"host copy": PROBE_BYTES / _median_seconds(lambda: target.copy_(block), device)}
+    if device.type != "cpu":
+        pinned = block.pin_memory()
+        rates["host to device, pinned"] = PROBE_BYTES / _median_seconds(lambda: pinned.to(device), device)
+    if not os.access(Path.cwd(), os.W_OK):  # no disk to measure
+        return rates
     data = block.numpy().tobytes()
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".blocktrain-doctor-") as folder:
         path = Path(folder) / "probe"
@@ -89,9 +95,6 @@ def _bandwidths(device: torch.device) -> dict[str, float]:
 
         rates["disk write, flushed"] = PROBE_BYTES / _median_seconds(write, device, 3)
         rates["disk read, from the page cache"] = PROBE_BYTES / _median_seconds(path.read_bytes, device)
-    if device.type != "cpu":
-        pinned = block.pin_memory()
-        rates["host to device, pinned"] = PROBE_BYTES / _median_seconds(lambda: pinned.to(device), device)
     return rates
 
 
@@ -111,7 +114,8 @@ def _show(findings: dict[str, Any]) -> None:
     for name, value in findings["packages"].items():
         table.add_row(name, value or "[dim]not installed[/dim]")
     table.add_row("dtypes", ", ".join(name for name, works in findings["dtypes"].items() if works))
-    table.add_row("host memory", format_bytes(findings["host_memory_bytes"]))
+    available = format_bytes(findings["available_memory_bytes"])
+    table.add_row("host memory", f"{format_bytes(findings['host_memory_bytes'])}, {available} available")
     if findings["device_memory_bytes"] is not None:
         table.add_row("device memory", format_bytes(findings["device_memory_bytes"]))
     for name, rate in findings["bytes_per_second"].items():

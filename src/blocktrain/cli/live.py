@@ -26,7 +26,7 @@ def quiet_libraries() -> None:
 class LiveLine:
     """Listens to a run's events; use as a context manager around the run.
 
-    step 412/900  loss 2.215  block 1/3  visit 5  sweep 2  11.2k tokens/s  412 MiB  left 1m 12s
+    step 412/900  loss 2.215  block 1  visit 5  sweep 2  11.2k tokens/s  412 MiB  left 1m 12s
     """
 
     def __init__(self, console: Console, device: torch.device):
@@ -65,7 +65,10 @@ class LiveLine:
                 pass
 
     def _open(self, event: Event) -> None:
-        self._opening = event
+        self._opening, self._smoothed = event, None
+        self._recent.clear()
+        if self._task is not None:  # of another run of a comparison
+            self._progress.remove_task(self._task)
         self._task = self._progress.add_task("starting", total=event["steps_planned"])
         blocks = event["blocks"]
         self.console.print(

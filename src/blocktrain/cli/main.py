@@ -83,7 +83,9 @@ def _configuration(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override a key; may be repeated"
     )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME, numbered)")
+    sub.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new folder (default: runs/NAME, or runs/NAME-compare; numbered)"
+    )
 
 
 class _Version(argparse.Action):

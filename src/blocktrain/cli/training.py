@@ -11,7 +11,7 @@ from rich.console import Console
 
 from blocktrain.cli.live import LiveLine, quiet_libraries
 from blocktrain.cli.showing import show_runs
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.runtime import pick_device
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
@@ -50,8 +50,12 @@ def compare(options: argparse.Namespace) -> int:
     if not methods:
         raise ConfigError("--methods names none; write for example --methods full,bcd")
     out = options.out or numbered_folder(f"{config.name}-compare")
-    with LiveLine(_live_console(options), pick_device(config.device)) as live:
-        folders = compare_methods(config, methods, out, listeners=lambda name: [live], command=_command())
+    try:
+        with LiveLine(_live_console(options), pick_device(config.device)) as live:
+            folders = compare_methods(config, methods, out, listeners=lambda name: [live], command=_command())
+    except Interrupted as stop:
+        again = _command() if options.out else f"{_command()} --out {shlex.quote(str(out))}"
+        raise Interrupted(f"stopped; go on with: {again}", signal_number=stop.exit_code - 128) from None
     show_runs([folder.path for folder in folders], out / "report.html", as_json=options.json)
     return 0
 

@@ -114,6 +114,10 @@ class PrefixCache:
         self._drop_what_is_of_no_use(level)
         self.statistics.bytes_stored = self.nbytes
 
+    def holds(self, key: Key) -> bool:
+        """Whether the slots are those of `key`."""
+        return key == self._key
+
     def held(self, level: int, *, key: Key) -> dict[int, int]:
         """How many slots could be filled from which level (0: from the inputs) in a visit at `level`."""
         ledgers = [shelf.ledger for shelf in self._shelves.values()] if key == self._key else []

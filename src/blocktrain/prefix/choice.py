@@ -11,7 +11,6 @@ nothing is stored and which no later visit sees again, costs as much to fill as 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 
 from blocktrain.errors import ConfigError
 from blocktrain.prefix.encoding import Kind
+from blocktrain.runtime import available_memory_bytes
 from blocktrain.units import format_bytes
 
 Place = Literal["device", "host", "file"]
@@ -176,26 +176,10 @@ def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 *
 
 def free_bytes(device: torch.device, folder: Path) -> dict[Place, float]:
     """What is free now: on the device (where there is one beside the host), in host memory, on the disk of `folder`."""
-    free: dict[Place, float] = {"host": float(_available_memory()), "file": float(shutil.disk_usage(folder).free)}
+    free: dict[Place, float] = {"host": float(available_memory_bytes()), "file": float(shutil.disk_usage(folder).free)}
     if device.type == "cuda":
         free["device"] = float(torch.cuda.mem_get_info(device)[0])
     return free
-
-
-def _available_memory() -> int:
-    """Host memory that can be had without swapping, within the container's limit where there is one."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))
 
 
 def _rate(action, nbytes: int) -> float:

@@ -35,7 +35,6 @@ from blocktrain.train.progress import Progress
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
-_WAY_OUT = "delete '{}' to go on from the checkpoint before it"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -57,7 +56,11 @@ def fingerprint(partition: Partition) -> str:
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, optimizer: BlockOptimizer, keep: int) -> Path:
@@ -255,7 +258,7 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 def _way_out(path: Path) -> str:
     """What to do about a bad file: an older checkpoint may have a good one, or share this very file."""
     mine = path.parent
-    older = [other for other in checkpoints(mine.parent) if other.name < mine.name]
+    older = [other for other in checkpoints(mine.parent) if _step(other) < _step(mine)]
     sound = [
         other
         for other in older

@@ -155,7 +155,7 @@ class RunConfig:
         preset(self.precision)
 
     @classmethod
-    def load(cls, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read a TOML file with `a.b=c` overrides; relative data and model folders are seen from the working folder."""
         return cls.from_mapping(read_toml(path, overrides))
 

@@ -69,11 +69,14 @@ class RunFolder:
     def read(self) -> dict[str, Any]:
         """The contents of `run.json`; raises `ConfigError` where there is none."""
         try:
-            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            contents = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            if not {"config", "method", "sessions"} <= contents.keys():
+                raise ValueError("it lacks a configuration, a method or its sessions")
+            return contents
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"'{self.path}' is not the folder of a run: it has no run.json") from None
-        except ValueError as error:
-            raise ConfigError(f"'{self.path / 'run.json'}' is damaged: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"'{self.path / 'run.json'}' cannot be read: {error}") from None
 
     def config(self) -> RunConfig:
         """The configuration the run was started with."""

@@ -15,6 +15,7 @@ for the clock, peak memory, and what a prefix cache did (rows stored in memory a
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +124,9 @@ class Loop:
 
     def _open_prefix(self, visit: Visit, *, fresh: bool) -> None:
         """Decide on a prefix cache for the visit; what was decided is logged once, not at every resume."""
-        decided, self._flops_saved = self._prefixed.open(visit), 0
+        logged = [] if fresh else [e for e in read_events(self.folder.events) if e["kind"] == "cache"]
+        before = next((event for event in reversed(logged) if event["visit"] == visit.index), None)
+        decided, self._flops_saved = self._prefixed.open(visit, decided=before), 0
         if decided is not None:
             (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 
@@ -234,7 +237,7 @@ class Loop:
 
     def _interrupted(self, number: int) -> None:
         raise Interrupted(
-            f"stopped at step {self.progress.step}; go on with: blocktrain resume {self.folder.path}",
+            f"stopped at step {self.progress.step}; go on with: blocktrain resume {shlex.quote(str(self.folder.path))}",
             signal_number=number,
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from blocktrain.blocks.block import Block
@@ -55,25 +56,32 @@ class PrefixedSteps:
         self._choice: Choice | None = None
         self._flops_per_second = float("inf")
         self._saved = 0  # FLOPs, in a visit whose cache was given up
+        self._level = 0  # of the current visit
+        self._given_up: str | None = None  # during the current visit, and not yet logged
 
     # -- a visit --------------------------------------------------------------------------------------------------
 
-    def open(self, visit: Visit) -> Event | None:
-        """Decide for a visit and open its cache; the record to log, None where there is nothing to decide."""
+    def open(self, visit: Visit, *, decided: Event | None = None) -> Event | None:
+        """Decide for a visit and open its cache; the record to log, None where there is nothing to decide.
+
+        decided: that record, for a visit that is resumed: its rows lie where it says.
+        """
         self._choice, self._saved = None, 0
-        level = self._levels[visit.block.index]
-        if level == 0 or self.job.config.prefix.store == "off":
+        level = self._level = self._levels[visit.block.index]
+        if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
+            self._cache.clear()  # another subset's rows: nobody will ask for them again
+        if level == 0 or self.job.config.prefix.store == "off" or self.broken is not None:
             return None
-        reason = self._refusal(level)
+        reason = self._refusal()
         if reason is None:
             try:
-                self._choice = self._decide(visit, level)
+                self._choice = self._decide(visit, level) if decided is None else _as_before(decided)
                 reason = self._choice.reason
                 if self._choice.place is not None:
                     self._open_cache(visit, level, self._choice.place)
             except (CutError, StorageError) as error:
                 self._give_up(error)
-                reason = str(error)
+                reason, self._given_up = self.broken, None
         place = self._place if self.active else None
         return {"kind": "cache", "place": place, "reason": reason, "level": level}
 
@@ -100,7 +108,10 @@ class PrefixedSteps:
 
     def close_visit(self) -> Event | None:
         """What the cache did in the visit, as a record to log."""
-        cache = self._cache
+        cache, given_up = self._cache, self._given_up
+        if given_up is not None:
+            self._given_up = None
+            return {"kind": "cache", "place": None, "reason": given_up, "level": self._level}
         if not self.active or cache is None:
             return None
         seen = cache.statistics
@@ -143,13 +154,11 @@ class PrefixedSteps:
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
-    def _refusal(self, level: int) -> str | None:
+    def _refusal(self) -> str | None:
         config = self.job.config
-        if self.broken is not None:
-            return self.broken
-        if level and config.blocks.frozen_dropout:
+        if config.blocks.frozen_dropout:
             return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-        if level and self.job.task.augmented and config.sampling.variants is None:
+        if self.job.task.augmented and config.sampling.variants is None:
             return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
         return None
 
@@ -157,7 +166,9 @@ class PrefixedSteps:
         """Count, measure, choose."""
         job, config = self.job, self.job.config.prefix
         self._cut.check(self._sample(visit, 1), level)
-        self._flops_per_second = self._measure_rate(visit, level)
+        micro_rows = job.config.batch.micro_rows or job.config.batch.rows
+        seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
+        self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
         states = self._cut.states(self._sample(visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
         free = free_bytes(job.device, self.folder)
@@ -182,7 +193,7 @@ class PrefixedSteps:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
         uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.rows.num_slots
-        held = {0: 1} if self._cache is None else self._cache.held(level, key=self._key(visit))
+        held = {0: 1} if self._cache is None else self._cache.held(level, key=_key_of(self.job, visit))
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
         subset, before = job.rows.subset(visit=visit.index, sweep=visit.sweep), level
@@ -210,18 +221,6 @@ class PrefixedSteps:
             wanted = [level for level in wanted if self._flops(0, level)]
         return sorted(wanted)
 
-    def _measure_rate(self, visit: Visit, level: int) -> float:
-        """FLOPs per second of the prefix on a micro-batch; the better of two passes."""
-        rows = self.job.config.batch.micro_rows or self.job.config.batch.rows
-        batch, best = self._sample(visit, rows), float("inf")
-        for _ in range(2):
-            synchronize(self.job.device)
-            start = time.perf_counter()
-            self._cut.states(batch, [level])
-            synchronize(self.job.device)
-            best = min(best, time.perf_counter() - start)
-        return max(1.0, rows * self._flops(0, level) / best)
-
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _open_cache(self, visit: Visit, level: int, place: Place) -> None:
@@ -238,7 +237,7 @@ class PrefixedSteps:
                 make_store=self._make_store,
                 levels=self._kept(),
             )
-        self._cache.open(level, key=self._key(visit), sample=self._sample(visit, 1))
+        self._cache.open(level, key=_key_of(self.job, visit), sample=self._sample(visit, 1))
         if config.fill == "ahead":
             self._fill_ahead(visit)
 
@@ -261,17 +260,6 @@ class PrefixedSteps:
             case "host":
                 return MemoryStore(slots, layout, device=torch.device("cpu"), pin=self.job.device.type == "cuda")
 
-    def _key(self, visit: Visit) -> Key:
-        """What is in the slots: which rows, of which data, augmented how."""
-        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
-        indices = self.job.rows.subset_indices(subset)
-        return {
-            "rows": hashlib.sha256(indices.tobytes()).hexdigest(),
-            "data": self.job.task.fingerprint,
-            "first_variant": subset * (self.job.config.sampling.variants or 0),
-            "dropout": False,
-        }
-
     def _sample(self, visit: Visit, rows: int) -> dict[str, Tensor]:
         slots = np.arange(min(rows, self.job.rows.subset_rows))
         subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
@@ -287,7 +275,7 @@ class PrefixedSteps:
     def _give_up(self, error: Exception) -> None:
         """Go on without a cache, and say so once."""
         self._saved = self.flops_saved()
-        self.broken = f"given up: {error}"
+        self.broken = self._given_up = f"given up: {error}"
         log.warning("training goes on without a prefix cache: %s", error)
         if self._cache is not None:
             self._cache.close()
@@ -297,3 +285,31 @@ class PrefixedSteps:
 def _level(job: Job, block: Block) -> int:
     """The boundary below a block's first layer."""
     return job.partition.chain.layers.index(block.layers[0])
+
+
+def _as_before(decided: Event) -> Choice:
+    """What was decided when the visit began."""
+    return Choice(place=decided["place"], reason=decided["reason"])
+
+
+def _pass_seconds(cut: Cut, batch: Mapping[str, Tensor], level: int) -> float:
+    """Of the prefix on a batch; the better of two passes."""
+    device, best = next(iter(batch.values())).device, float("inf")
+    for _ in range(2):
+        synchronize(device)
+        start = time.perf_counter()
+        cut.states(batch, [level])
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _key_of(job: Job, visit: Visit) -> Key:
+    """What is in the slots: which rows, of which data, augmented how, computed by which code."""
+    subset = job.rows.subset(visit=visit.index, sweep=visit.sweep)
+    return {
+        "rows": hashlib.sha256(job.rows.subset_indices(subset).tobytes()).hexdigest(),
+        "data": job.task.fingerprint,
+        "first_variant": subset * (job.config.sampling.variants or 0),
+        "transformers": transformers.__version__,
+    }

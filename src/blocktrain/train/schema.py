@@ -57,8 +57,9 @@ def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping in a TOML file, with `key.sub=value` overrides applied."""
+    path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

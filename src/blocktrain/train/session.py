@@ -1,4 +1,4 @@
-"""Starting, resuming and reporting a run: what the command line and other programs call."""
+"""Starting and resuming a run: what the command line and other programs call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocktrain.train.loop import Listener, Loop
 
 
 def run(
-    config: RunConfig, out: Path, *, method: str = "bcd", listeners: Sequence[Listener] = (), command: str = ""
+    config: RunConfig, out: str | Path, *, method: str = "bcd", listeners: Sequence[Listener] = (), command: str = ""
 ) -> RunFolder:
     """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
 
@@ -30,7 +30,7 @@ def run(
     return folder
 
 
-def resume(out: Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
+def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet."""
     folder = RunFolder(Path(out))
     method, config = folder.read()["method"], folder.config()
