@@ -53,6 +53,8 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
         name: PrefixedSteps(job, folder / name, opening_events(job, name)[1]["flops"]["forward_layers"])
         for name, job in jobs.items()
     }
+    for name in jobs:
+        (folder / name).mkdir()
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}
     visits = {name: list(job.schedule.visits(job.partition)) for name, job in jobs.items()}
     with ExitStack() as whole:
