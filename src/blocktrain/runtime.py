@@ -94,7 +94,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
