@@ -75,6 +75,7 @@ class PrefixedSteps:
         reason = self._refusal()
         if reason is None:
             try:
+                self._measure_rate(visit, level)
                 self._choice = self._decide(visit, level) if decided is None else _as_before(decided)
                 reason = self._choice.reason
                 if self._choice.place is not None:
@@ -165,10 +166,6 @@ class PrefixedSteps:
     def _decide(self, visit: Visit, level: int) -> Choice:
         """Count, measure, choose."""
         job, config = self.job, self.job.config.prefix
-        self._cut.check(self._sample(visit, 1), level)
-        micro_rows = job.config.batch.micro_rows or job.config.batch.rows
-        seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
-        self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
         states = self._cut.states(self._sample(visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
         free = free_bytes(job.device, self.folder)
@@ -188,6 +185,13 @@ class PrefixedSteps:
             free_bytes=free,
         )
         return choose(facts, config.store)
+
+    def _measure_rate(self, visit: Visit, level: int) -> None:
+        """FLOPs per second of the prefix, on a micro-batch."""
+        self._cut.check(self._sample(visit, 1), level)
+        micro_rows = self.job.config.batch.micro_rows or self.job.config.batch.rows
+        seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
+        self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
 
     def _needs(self, visit: Visit, level: int) -> list[Need]:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
