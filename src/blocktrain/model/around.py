@@ -1,0 +1,51 @@
+"""Something that runs around a module's forward pass: checkpointed activations, weights fetched for the occasion.
+
+    around(module, checkpoint)      module(x) = checkpoint(fetch(forward)(x))
+      around(module, fetch)         the last one added is the outermost
+
+A forward hook cannot do this: hooks run outside of what activation checkpointing computes again. The model's code is
+untouched, and a copy of the model (see `fake.py`) runs what the model runs, around its own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+Around = Callable[..., Any]  # (run, *args, **kwargs) -> what the module returns; `run` is everything further in
+
+
+def surround(module: nn.Module, around: Around) -> Callable[[], None]:
+    """Make `module` return `around(run, *args, **kwargs)`, `run` being what it did before; returns what undoes it.
+
+    `around` is copied with the module: let it hold what it needs in attributes, not in a closure.
+    """
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, _Surrounded):
+        forward = _Surrounded(module)
+        module.__dict__["forward"] = forward
+    forward.arounds.append(around)
+
+    def remove() -> None:
+        forward.arounds.remove(around)
+        if not forward.arounds and module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+
+    return remove
+
+
+class _Surrounded:
+    """Stands in for one module's `forward`."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.arounds: list[Around] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(type(self.module).forward, self.module)
+        for around in self.arounds:
+            run = partial(around, run)
+        return run(*args, **kwargs)
