@@ -19,10 +19,6 @@ from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.integrations.hf import Blocks, BlockTrainer
 from blocktrain.optim.precision import join
 
-# `lr_scheduler.step()` before the first `optimizer.step()` is what accelerate's wrapper looks like to torch when the
-# optimizer's own `step` is replaced by torch's counting one; it is the same for every optimizer under a Trainer.
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-
 VISIT = Blocks(count=3, visit=bt.Duration.steps(3))
 
 
@@ -288,9 +284,9 @@ def test_an_exact_run_keeps_what_bf16_leaves_out(make) -> None:
 def test_what_cannot_work_is_refused(make, model) -> None:
     with pytest.raises(ConfigError, match="visits of 2 epochs"):
         make(Blocks(visit=bt.Duration.epochs(2))).train()
+    trainer = make()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="BlockTrainer makes its own"):
-        trainer = make()
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
         trainer.train()
     trainer = make()
     trainer.args.fp16 = True

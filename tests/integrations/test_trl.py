@@ -24,7 +24,7 @@ import blocktrain as bt
 from blocktrain.integrations.hf import Blocks, BlockTrainerMixin
 
 # TRL itself still uses the old names of transformers' `activation_checkpointing`.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_disable)?` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning")
 
 WORDS = ["<eos>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
 SETTINGS: dict[str, Any] = {
@@ -40,6 +40,10 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
     "max_length": 12,
 }
+
+
+def blocks() -> Blocks:
+    return Blocks(count=3, visit=bt.Duration.steps(3), state=bt.KeepOnHost())
 
 
 class BlockSFTTrainer(BlockTrainerMixin, SFTTrainer):
@@ -67,43 +71,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
 
 
-def train(cls: Any, config: Any, model: Any, rows: Dataset, tokenizer: Any, *, resume: bool = False, **more: Any) -> Any:
-    trainer = cls(
-        model=model,
-        args=config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        blocks=Blocks(count=3, visit=bt.Duration.steps(3), state=bt.KeepOnHost()),
-        **more,
-    )
-    trainer.train(resume_from_checkpoint=resume or None)
-    return trainer
+Make = Callable[..., Any]  # (output folder, **more arguments) -> a trainer
 
 
-def check(
-    cls: Any,
-    config_class: Any,
-    model: Any,
-    rows: Dataset,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    more: Callable[[], dict[str, Any]] = dict,
-    **settings: Any,
-) -> Any:
+def check(make: Make, folder: Path) -> Any:
     """All blocks move, one at a time; and killed at step 6, resumed from step 5, the run ends as a whole one."""
-
-    def config(name: str) -> Any:
-        return config_class(output_dir=str(folder / name), **{**SETTINGS, **settings})
-
-    before = model().state_dict()
-    whole = train(cls, config("whole"), model(), rows, tokenizer, **more())
+    whole = make(folder / "whole")
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    whole.train()
     assert whole.visiting.visit.index == 2
     after = whole.model.state_dict()
     assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
     with pytest.raises(Crash):
-        train(cls, config("killed"), model(), rows, tokenizer, callbacks=[CrashAt()], **more())
-    resumed = train(cls, config("killed"), model(), rows, tokenizer, resume=True, **more())
+        make(folder / "killed", callbacks=[CrashAt()]).train()
+    resumed = make(folder / "killed")
+    resumed.train(resume_from_checkpoint=True)
     for name, value in resumed.model.state_dict().items():
         assert torch.equal(value, after[name]), name
     assert resumed.visiting.state_dict()["blocks"]["changed_at"] == whole.visiting.state_dict()["blocks"]["changed_at"]
@@ -113,8 +95,14 @@ def check(
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_sft(model, tokenizer, tmp_path: Path, gradient_checkpointing: bool) -> None:
     rows = Dataset.from_dict({"text": [WORDS[2 + i] + "bcdefgh" + WORDS[3 + i] for i in range(20)]})
-    settings = {"gradient_checkpointing": gradient_checkpointing}
-    check(BlockSFTTrainer, SFTConfig, model, rows, tokenizer, tmp_path, **settings)
+
+    def make(folder: Path, **more: Any) -> Any:
+        config = SFTConfig(str(folder), gradient_checkpointing=gradient_checkpointing, **SETTINGS)
+        return BlockSFTTrainer(
+            model(), config, train_dataset=rows, processing_class=tokenizer, blocks=blocks(), **more
+        )
+
+    check(make, tmp_path)
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
@@ -123,9 +111,20 @@ def test_dpo(model, tokenizer, tmp_path: Path, precomputed: bool) -> None:
     rows = Dataset.from_dict(
         {"prompt": letters, "chosen": ["abc" + x for x in letters], "rejected": ["xyz" + x for x in letters]}
     )
-    settings = {"precompute_ref_log_probs": precomputed}
-    reference = lambda: {"ref_model": model()}  # noqa: E731 - where the model has no name, TRL wants it given
-    whole = check(BlockDPOTrainer, DPOConfig, model, rows, tokenizer, tmp_path, more=reference, **settings)
+
+    def make(folder: Path, **more: Any) -> Any:
+        config = DPOConfig(str(folder), precompute_ref_log_probs=precomputed, **SETTINGS)
+        return BlockDPOTrainer(
+            model(),
+            model(),  # the reference
+            config,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            blocks=blocks(),
+            **more,
+        )
+
+    whole = check(make, tmp_path)
     losses = [logged["loss"] for logged in whole.state.log_history if "loss" in logged]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the reference is the model before its first step
     assert min(losses) < 0.6

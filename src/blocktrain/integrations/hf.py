@@ -79,7 +79,9 @@ class BlockTrainerMixin:
             self._refuse_what_does_not_work()
             self._visiting = self.optimizer = self._make_optimizer()
         elif self._visiting is None:
-            raise ConfigError("optimizers=(...): BlockTrainer makes its own; give optimizer_cls_and_kwargs=(class, {...})")
+            raise ConfigError(
+                "optimizers=(...): BlockTrainer makes its own; give optimizer_cls_and_kwargs=(class, {...})"
+            )
         # The trainer clips what `model.parameters()` hold; under BF16_EXACT the gradients are the masters'.
         self.accelerator.clip_grad_norm_ = self._clip
         return self.optimizer
@@ -111,8 +113,8 @@ class BlockTrainerMixin:
             raise ConfigError("fp16 = True scales the loss, which masters do not know of; use bf16 = True")
         if self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             raise ConfigError(
-                f"{self.args.parallel_mode.value}: several processes or GPUs would go on exchanging the gradients of the "
-                "first block alone; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+                f"{self.args.parallel_mode.value}: several processes or GPUs would go on exchanging gradients of "
+                "the first block alone; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
             )
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

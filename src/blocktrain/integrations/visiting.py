@@ -101,7 +101,7 @@ class VisitingOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Go on where `state_dict` was taken; the model's weights must be those of that moment already."""
-        if not _KEYS <= state_dict.keys():
+        if not state_dict.keys() >= _KEYS:
             raise CheckpointError(
                 f"the saved optimizer has {sorted(state_dict)}, not {sorted(_KEYS)}: it was not saved by blocktrain; "
                 "start anew, or resume with the optimizer it was saved with"
