@@ -29,9 +29,11 @@ from blocktrain.units import Duration
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksConfig:
-    """How the model is cut. `count` blocks balanced by `balance`, or named by `patterns` (one list a block)."""
+    """How the model is cut: into `count` blocks balanced by `balance`, or into blocks of at most `largest` parameters
+    each (a layer may come apart), or as `patterns` name them (one list a block)."""
 
     count: int = 3
+    largest: int | None = None
     balance: Balance = "parameters"
     patterns: tuple[tuple[str, ...], ...] | None = None
     frozen_dropout: bool = False
@@ -39,6 +41,8 @@ class BlocksConfig:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"count must be at least 1, not {self.count}; 1 is full-parameter training")
+        if self.largest is not None and self.patterns is not None:
+            raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
 
 @dataclass(frozen=True, kw_only=True)
