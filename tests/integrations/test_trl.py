@@ -24,7 +24,9 @@ import blocktrain as bt
 from blocktrain.integrations.hf import Blocks, BlockTrainerMixin
 
 # TRL itself still uses the old names of transformers' `activation_checkpointing`.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning"
+)
 
 WORDS = ["<eos>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
 SETTINGS: dict[str, Any] = {
@@ -98,9 +100,7 @@ def test_sft(model, tokenizer, tmp_path: Path, gradient_checkpointing: bool) -> 
 
     def make(folder: Path, **more: Any) -> Any:
         config = SFTConfig(str(folder), gradient_checkpointing=gradient_checkpointing, **SETTINGS)
-        return BlockSFTTrainer(
-            model(), config, train_dataset=rows, processing_class=tokenizer, blocks=blocks(), **more
-        )
+        return BlockSFTTrainer(model(), config, train_dataset=rows, processing_class=tokenizer, blocks=blocks(), **more)
 
     check(make, tmp_path)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
+from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
@@ -35,18 +36,26 @@ from blocktrain.units import Duration
 class Blocks:
     """What `TrainingArguments` does not say.
 
-    count, patterns: how the model is cut (see `blocktrain.partition`). visit: in optimizer steps. order: of the blocks
-    in a sweep; "shuffled" by the trainer's seed. state: moments between visits. precision: None is `FP32` for a model
-    in fp32 and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in frozen layers.
+    count, largest, patterns: how the model is cut (see `blocktrain.partition`); the last one given holds. visit: in
+    optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. state: moments between visits.
+    precision: None is `FP32` for a model in fp32 and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in
+    frozen layers.
     """
 
     count: int = 3
+    largest: int | None = None
     patterns: Sequence[Sequence[str]] | None = None
     visit: Duration = Duration.steps(100)
     order: Order | Sequence[int] = "ascending"
     state: StateStore = field(default_factory=Drop)
     precision: Precision | None = None
     frozen_dropout: bool = False
+
+    def cut(self, model: nn.Module) -> Partition:
+        """The partition of `model`."""
+        if self.patterns is not None:
+            return partition(model, patterns=self.patterns)
+        return partition(model, largest=self.largest) if self.largest else partition(model, self.count)
 
 
 class BlockTrainerMixin:
@@ -97,9 +106,8 @@ class BlockTrainerMixin:
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
-        cut = partition(self.model, None if settings.patterns else settings.count, patterns=settings.patterns)
         blocks = BlockOptimizer(
-            cut,
+            settings.cut(self.model),
             cls,
             state=settings.state,
             precision=settings.precision or _precision_of(self.model),
