@@ -39,6 +39,8 @@ class Answers(BaseHTTPRequestHandler):
         elif self.path.endswith("/repos/create"):
             self.server.created.append(json.loads(body))
             self.answer({"url": f"{self.server.address}/me/mine"})
+        elif self.path.endswith("/validate-yaml"):
+            self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
             self.answer({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
