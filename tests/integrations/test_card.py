@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -40,11 +41,11 @@ def test_figures_are_those_of_the_log(run: RunFolder) -> None:
 
 
 def test_the_header_is_the_hubs(run: RunFolder) -> None:
-    data = ModelCard(card(run)).data
+    data: Any = ModelCard(card(run)).data
     assert data.library_name == "transformers"
     assert data.pipeline_tag == "text-generation"
-    assert "block-coordinate-descent" in (data.tags or [])
-    (result,) = data.eval_results or []
+    assert "block-coordinate-descent" in data.tags
+    (result,) = data.eval_results
     assert result.dataset_name == "corpus.txt"
     assert result.metric_value == read_events(run.events)[-1]["loss"]
 

@@ -30,7 +30,7 @@ class FakeHub(ThreadingHTTPServer):
 
 
 class Answers(BaseHTTPRequestHandler):
-    server: FakeHub
+    server: FakeHub  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

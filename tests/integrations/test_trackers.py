@@ -78,14 +78,14 @@ def crashed_and_resumed(config: RunConfig, folder: Path) -> Points:
 def test_tensorboard(tiny, tmp_path: Path) -> None:
     """A real run, which crashes one step after a checkpoint and is resumed."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import event_accumulator  # pyright: ignore[reportMissingImports]
 
     config, folder = tiny("tracking.to=['tensorboard']"), tmp_path / "run"
     with Trackers(config, folder) as listener, pytest.raises(Crash):
         bt.run(config, folder, listeners=[listener, crash_at(7)])
     with Trackers(config, folder) as listener:
         bt.resume(folder, listeners=[listener])
-    files = EventAccumulator(str(folder / "tensorboard")).Reload()
+    files = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     shown = {tag: [(point.step, point.value) for point in files.Scalars(tag)] for tag in files.Tags()["scalars"]}
     expected = points_of(read_events(folder / "events.jsonl"))
     assert len(expected["train/loss"]) == 12
@@ -98,7 +98,7 @@ def test_tensorboard(tiny, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mlflow's own store
 def test_mlflow(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     config = tiny("tracking.to=['mlflow']", "tracking.project=mine")

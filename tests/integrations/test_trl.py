@@ -12,13 +12,10 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
-from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 import blocktrain as bt
 from blocktrain.integrations.hf import Blocks, BlockTrainerMixin

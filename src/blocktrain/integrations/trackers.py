@@ -167,7 +167,7 @@ class WeightsAndBiases:
     """A run with the id of ours; `WANDB_MODE=offline` and the like are the client's own."""
 
     def __init__(self, run: Tracked):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(
             project=run.project,
@@ -191,7 +191,7 @@ class MLflow:
     """A run that carries our key as a tag; `MLFLOW_TRACKING_URI` says where."""
 
     def __init__(self, run: Tracked):
-        from mlflow.tracking import MlflowClient
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
@@ -226,7 +226,7 @@ class Trackio:
     """A run called after ours and its key; `TRACKIO_SPACE_ID` and the like are the client's own."""
 
     def __init__(self, run: Tracked):
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._run = trackio.init(
             project=run.project,
