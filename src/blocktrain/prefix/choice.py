@@ -44,6 +44,7 @@ class PrefixConfig:
         folder).
     dtype: "compute" stores hidden states as they are; "bf16"; "int8" with a scale for each token (lossy).
     fill: "lazy" computes a row when it is first needed; "ahead" computes all before the visit, `fill_rows` at a time.
+    fill_rows: rows of one pass that fills ahead.
     """
 
     store: Literal["auto", "off", "device", "host", "file"] = "auto"
