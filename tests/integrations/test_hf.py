@@ -157,6 +157,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
     "bf16-exact": {"dtype": torch.bfloat16, "lr_scheduler_type": "linear", "max_grad_norm": 0.1},
+    "blocks smaller than a layer": {"blocks": Blocks(largest=2500, visit=bt.Duration.steps(3)), "max_grad_norm": 0.1},
     "autocast, activation checkpointing, shuffled blocks": {
         "blocks": Blocks(count=3, visit=bt.Duration.steps(3), order="shuffled"),
         "bf16": True,
