@@ -40,8 +40,10 @@ def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") ->
         back beside the computation.
 
     Gradients are bit-equal to those without (CPU, fp32), dropout included. A forward pass and its backward pass must
-    both lie inside. Costs one more forward pass of the layers above the prefix, less what nothing needs again. A call
-    that is asked for a cache of keys and values gets an empty one; one that reads a filled cache is not checkpointed.
+    both lie inside. Costs one more forward pass of the layers above the prefix, less what nothing needs again.
+
+    Keys and values are not cached for later tokens where gradients are taken (as with `use_cache=False`: the cache a
+    model returns is empty); a layer that reads a filled cache runs as it is.
     """
     undo = _install(partition, boundaries)
     try:

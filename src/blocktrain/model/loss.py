@@ -200,8 +200,9 @@ class DeferredLogits:
 class _ChunkedSum(torch.autograd.Function):
     """Sum over chunks of tokens of `loss_of(part, hidden[part])`, gradients taken at once, chunk by chunk.
 
-    Gradients of `trained` are summed in fp32 and handed on in each parameter's own precision: (V, d) twice while a
-    chunk's is added, once until the backward pass.
+    Gradients of `trained` are summed over the chunks in fp32 and rounded to each parameter's own precision once; what
+    the loss is multiplied with afterwards is applied to the rounded ones. Room: (V, d) in fp32 and once more while a
+    chunk's share is added, then once, in the parameter's precision, until the backward pass.
     """
 
     @staticmethod
@@ -234,7 +235,9 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Scale what was taken in the forward pass."""
         gradients = [grad_outputs[0] * gradient for gradient in ctx.saved_tensors]
         return None, None, *(gradients.pop(0) if wanted else None for wanted in ctx.wanted)

@@ -29,7 +29,8 @@ class HostMemory:
         return HostMemory()  # a copy of the model keeps its own
 
     def keeping(self, tensor: Tensor) -> saved_tensors_hooks:
-        """A context in which autograd keeps `tensor` on the host; what else it saves stays where it is."""
+        """A context in which autograd keeps `tensor` on the host; what else it saves stays where it is, and is not seen
+        by hooks further out either."""
         storage = tensor.untyped_storage()._cdata
 
         def pack(saved: Tensor) -> Tensor | _Away:
