@@ -12,7 +12,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.events import Event, read_events
 from blocktrain.train.job import build
 
-PLAIN = ["model.config.attn_pdrop=0.0", "sampling.scope=sweep", "sampling.rate=0.5", "schedule.visit=2 epochs"]
+PLAIN = ["model.config.attn_pdrop=0.0", "sampling.scope=sweep", "sampling.rate=0.02", "schedule.visit=4 steps"]
 
 
 def events_of(run: Path, kind: str) -> list[Event]:
@@ -48,7 +48,6 @@ def test_a_run_with_a_chunked_loss_has_the_same_losses_up_to_rounding(tiny, tmp_
     assert losses(tmp_path / "chunked") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert losses(tmp_path / "chunked") != losses(tmp_path / "whole")
     caches = events_of(tmp_path / "chunked", "cache")
-    assert caches == [event | {"seconds": caches[i]["seconds"]} for i, event in enumerate(caches)]
     assert any(event.get("place") == "host" for event in caches)  # the cut's own check had logits to compare
 
 
