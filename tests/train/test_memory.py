@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +71,8 @@ def test_a_model_that_uses_its_logits_otherwise_is_refused(tiny, tmp_path: Path,
 
     forward = GPT2LMHeadModel.forward
 
-    def sorted_logits(self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
+    def sorted_logits(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = forward(self, *args, **kwargs)
         output.logits = torch.sort(output.logits).values
         return output
 
