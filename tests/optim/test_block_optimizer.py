@@ -487,7 +487,7 @@ def test_an_active_parameter_without_gradient_is_left_as_it_is(precision: Precis
     before = weights(model)
     with optimizer.visit(parts[0]):
         for _ in range(3):
-            model(torch.ones(2, 8, dtype=precision.weights)).sum().backward()
+            model(torch.ones(2, 8, dtype=precision.compute)).sum().backward()
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
