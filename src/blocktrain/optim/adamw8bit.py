@@ -95,7 +95,15 @@ def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     tables = [torch.tensor(values, device=weight.device) for values in (_signed(), _unsigned())]
     if weight.is_cuda and weight.is_contiguous() and has_bitsandbytes():
         _update_by_kernel(weight, gradient, state, group, tables)
-        return
+    else:
+        _update_in_chunks(weight, gradient, state, group, tables)
+    # A square that is too small beside the largest of its 256 must not become 0: the next step would divide by it.
+    state["exp_avg_sq"].clamp_(min=1)
+
+
+def _update_in_chunks(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], tables: list[Tensor]
+) -> None:
     flat, slope = weight.contiguous().view(-1), gradient.contiguous().view(-1)
     moments = [(state[name].view(-1), state[name + "_scale"]) for name in ("exp_avg", "exp_avg_sq")]
     for start in range(0, flat.numel(), _CHUNK):

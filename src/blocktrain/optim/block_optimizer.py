@@ -261,9 +261,9 @@ class BlockOptimizer:
                 f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(self.partition)}"
             )
         for block in self.partition:
-            mid_visit = block.index == saved["active"]
-            self._check_state(block, saved["blocks"].get(block.index, {}))
-            self._check_remainders(block, saved["remainders"].get(block.index, {}), mid_visit=mid_visit)
+            remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
+            _check_state(block, saved["blocks"].get(block.index, {}))
+            _check_remainders(block, remainders, self.precision, mid_visit=mid_visit)
         self.store.clear()
         self._resumed = None
         for index, state in saved["blocks"].items():
@@ -279,17 +279,19 @@ class BlockOptimizer:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
 
-    def _check_state(self, block: Block, state: BlockState) -> None:
-        unknown = state.keys() - block.parameters.keys()
-        if unknown:
-            raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
 
-    def _check_remainders(self, block: Block, remainders: Remainders, *, mid_visit: bool) -> None:
-        """A block that was active has remainders with any master, another one only where they are kept."""
-        needed = self.precision.has_master if mid_visit else self.precision.keeps_remainder
-        expected = block.parameters.keys() if needed else set()
-        if remainders.keys() != expected:
-            raise CheckpointError(
-                f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
-                f"'{self.precision.name}' needs {len(expected)}; resume with the precision it was saved with"
-            )
+def _check_state(block: Block, state: BlockState) -> None:
+    unknown = state.keys() - block.parameters.keys()
+    if unknown:
+        raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
+
+
+def _check_remainders(block: Block, remainders: Remainders, precision: Precision, *, mid_visit: bool) -> None:
+    """A block that was active has remainders with any master, another one only where they are kept."""
+    needed = precision.has_master if mid_visit else precision.keeps_remainder
+    expected = block.parameters.keys() if needed else set()
+    if remainders.keys() != expected:
+        raise CheckpointError(
+            f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
+            f"'{precision.name}' needs {len(expected)}; resume with the precision it was saved with"
+        )

@@ -98,7 +98,7 @@ def _unpack_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.d
     if codes.is_cuda and has_bitsandbytes():
         padded = [2 * codes.numel()]
         weight = torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
-        return weight[: shape.numel()].view(shape)
+        return weight.view(-1)[: shape.numel()].view(shape)
     values = torch.tensor(NF4_VALUES, device=codes.device)
     pairs = torch.cartesian_prod(values, values)  # (256, 2): what each byte stands for
     weight = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)

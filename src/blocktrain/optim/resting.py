@@ -244,7 +244,7 @@ def _standing_in(woken: dict[nn.Parameter, Tensor], uses: Iterable[_Use]) -> Ite
             use.owner._parameters[use.attribute] = use.parameter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _TrueWeights:
     """Makes `model.state_dict()` hold what resting weights stand for, on the host."""
 

@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]
+[optimizer]  [learning_rate]  [batch]  [memory]  [evaluation]  [checkpoint]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import Moments, preset
 from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import Plateau, RunLimit
@@ -60,6 +60,7 @@ class OptimizerConfig:
 
     weight_decay: None is the class's own default; norms and biases are left out unless `decay = "all"`.
     state: moments between visits: "drop", "host" or "disk".
+    moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; None never clips.
     """
 
@@ -69,6 +70,7 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     decay: Literal["weights", "all"] = "weights"
     state: Literal["drop", "host", "disk"] = "drop"
+    moments: Moments = "fp32"
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,14 @@ class BatchConfig:
             raise ConfigError(f"rows must be at least 1, not {self.rows}")
         if self.micro_rows is not None and (self.micro_rows < 1 or self.rows % self.micro_rows):
             raise ConfigError(f"micro_rows = {self.micro_rows} must divide rows = {self.rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What device memory is saved with. frozen: where frozen weights are while no layer runs with them; "host" copies
+    them to the device one layer ahead."""
+
+    frozen: Literal["device", "host"] = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +148,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: LearningRate = field(default_factory=LearningRate)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
