@@ -18,7 +18,9 @@ from blocktrain.optim.state import KeepOnDisk
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
-def trained(cls, shape: tuple[int, ...], steps: int = 20, *, decades: int = 2) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+def trained(
+    cls, shape: tuple[int, ...], steps: int = 20, *, decades: int = 2
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     """A parameter after some steps; gradients differ in size by column, and have a drift."""
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.randn(shape, generator=generator))

@@ -409,7 +409,7 @@ RATE, VISITS, STEPS = 1e-6, 10, 50
 
 
 @cache
-def ten_visits(precision: Precision, frozen: FrozenPlace = OnDevice()) -> BlockOptimizer:
+def ten_visits(precision: Precision, frozen: FrozenPlace) -> BlockOptimizer:
     model, parts = fixed_gradients()
     optimizer = BlockOptimizer(parts, torch.optim.SGD, lr=RATE, precision=precision, frozen=frozen)
     for _ in range(VISITS):
@@ -426,7 +426,7 @@ def ten_visits(precision: Precision, frozen: FrozenPlace = OnDevice()) -> BlockO
 @pytest.mark.parametrize("precision", [BF16_EXACT, INT8, NF4], ids=lambda precision: precision.name)
 def test_all_of_the_movement_is_kept(precision: Precision, frozen: FrozenPlace):
     """Also where the frozen weights are packed: their masters are not."""
-    expected, optimizer = ten_visits(FP32), ten_visits(precision, frozen)
+    expected, optimizer = ten_visits(FP32, OnDevice()), ten_visits(precision, frozen)
     for index in range(2):
         (half,), (remainder,) = optimizer.block_weights(index).values(), optimizer.block_remainders(index).values()
         (in_fp32,) = expected.block_weights(index).values()
@@ -436,7 +436,7 @@ def test_all_of_the_movement_is_kept(precision: Precision, frozen: FrozenPlace):
 
 def test_rebuilding_masters_loses_a_third_of_the_movement():
     """BAdam rebuilds the fp32 master from bf16 at each switch: at learning rate 1e-6 many weights never move."""
-    start, optimizer = fixed_gradients()[0], ten_visits(BF16)
+    start, optimizer = fixed_gradients()[0], ten_visits(BF16, OnDevice())
     for index, layer in enumerate(start.layers):
         assert isinstance(layer, FixedGradient)
         assert optimizer.block_remainders(index) == {}
@@ -604,3 +604,40 @@ def test_loading_inside_a_visit(gpt2, batch):
 def test_every_store_is_a_store(tmp_path):
     stores: list[StateStore] = [make(tmp_path) for make in STORES.values()]
     assert [store.get(0) for store in stores] == [None, None, None]
+
+
+# -- blocks smaller than a layer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_rows_of_a_matrix_move_as_they_do_in_the_whole_matrix(gpt2, batch, precision: Precision):
+    """The embedding (64 x 32, tied) in four ranges of rows: a visit to one moves its rows as training it whole does."""
+    finer, whole = partition(gpt2(), largest=600), partition(gpt2(), patterns=[["embedding"], ["*"]])
+    name = "transformer.wte.weight"
+    block = next(block for block in finer if block.rows.get(name) == range(16, 32))
+    optimizers = [BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, precision=precision) for parts in (finer, whole)]
+    trained = []
+    for optimizer, active in zip(optimizers, (block, whole[0]), strict=True):
+        before = weights(optimizer.partition.model)
+        with optimizer.visit(active):
+            train(optimizer, batch, range(1))
+        trained.append((before, weights(optimizer.partition.model)))
+    (before, after), (_, expected) = trained
+    assert not torch.equal(after[name][16:32], before[name][16:32])
+    assert torch.equal(after[name][16:32], expected[name][16:32])
+    after[name][16:32] = before[name][16:32]
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    if precision.has_master:
+        assert torch.equal(
+            optimizers[0].block_remainders(block.index)[name], optimizers[1].block_remainders(0)[name][16:32]
+        )
+
+
+def test_moments_are_those_of_the_rows_alone(gpt2, batch):
+    parts = partition(gpt2(), largest=600)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2)
+    for block in parts:
+        with optimizer.visit(block):
+            train(optimizer, batch, range(1))
+            assert optimizer.state_bytes() == optimizer.predicted_state_bytes(block)
+            assert optimizer.state_bytes() == 8 * block.num_parameters + 4 * len(block.parameters)

@@ -43,9 +43,7 @@ def optimizer_of(
     model: nn.Module, kind: tuple[Precision, FrozenPlace], cls: Any = torch.optim.AdamW, **options: Any
 ) -> BlockOptimizer:
     precision, frozen = kind
-    return BlockOptimizer(
-        partition(model, num_blocks=3), cls, lr=1e-2, precision=precision, frozen=frozen, **options
-    )
+    return BlockOptimizer(partition(model, num_blocks=3), cls, lr=1e-2, precision=precision, frozen=frozen, **options)
 
 
 def plain_model(gpt2, precision: Precision) -> BlockOptimizer:
@@ -326,3 +324,35 @@ def test_it_runs_on_tensors_without_memory(kind):
                 optimizer.clip_grad_norm(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+# -- blocks of rows ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_resting_matrix_are_trained_as_those_of_a_resident_one(gpt2, batch):
+    """The matrix is awake as a whole while a block that owns some of its rows is active."""
+    runs = []
+    for place in (OnDevice(), OnHost()):
+        parts = partition(gpt2(), largest=2000)
+        assert any(block.rows for block in parts)
+        optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, precision=BF16_EXACT, frozen=place)
+        for step, block in enumerate(parts):
+            with optimizer.visit(block):
+                parts.model(**batch(step)).loss.backward()
+                optimizer.step()
+        runs.append([(optimizer.block_weights(b.index), optimizer.block_remainders(b.index)) for b in parts])
+    for pairs in zip(*runs, strict=True):
+        for mine, theirs in zip(*pairs, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_loading_rows_leaves_the_others(gpt2):
+    parts = partition(gpt2(), largest=600)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, precision=INT8)
+    block = next(block for block in parts if block.rows)
+    (name,) = block.rows
+    before = optimizer.partition.model.state_dict()[name].clone()
+    optimizer.load_block_weights(block.index, {name: torch.ones(block.part(name, before).shape)})
+    after, rows = optimizer.partition.model.state_dict()[name], block.rows[name]
+    assert (after[rows.start : rows.stop] == 1).all()
+    assert torch.equal(after[rows.stop :], before[rows.stop :])

@@ -88,7 +88,9 @@ def _without_memory(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake
     if is_away(tensor):  # one number that stands for all: the copy has the layout of the weight it stands for
         with mode:
-            return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor.requires_grad)
+            return nn.Parameter(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor.requires_grad
+            )
     fake = mode.from_tensor(tensor)
     fake.grad = None  # the gradient of a step in progress is not part of the model
     return fake

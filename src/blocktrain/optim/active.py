@@ -37,12 +37,12 @@ class Active:
                 with self.masters.stepping(together):
                     optimizer.step()
         if self.masters is not None:
-            self.masters.stepped()
+            self.masters.forget_gradients()
 
     def zero_grad(self) -> None:
         """Free the gradients, wherever they are collected."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self.block.parameters.values():
+            parameter.grad = None
         if self.masters is not None:
             self.masters.forget_gradients()
 

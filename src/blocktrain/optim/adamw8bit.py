@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,14 +77,12 @@ def _fresh(parameter: Tensor) -> dict[str, Any]:
 
 
 def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    _adamw(weight, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], group)
+    _adamw(weight, gradient, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
 
 
-def _adamw(
-    weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor, step: int, group: dict[str, Any]
-) -> None:
-    """Loshchilov & Hutter 2019, algorithm 2; in place, all in fp32 but `weight`."""
-    beta1, beta2 = group["betas"]
+def _adamw(weight: Tensor, gradient: Tensor, averages: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
+    """Loshchilov & Hutter 2019, algorithm 2; in place."""
+    (beta1, beta2), (average, square) = group["betas"], averages
     average.lerp_(gradient.float(), 1 - beta1)
     square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
@@ -110,9 +109,9 @@ def _update_in_chunks(
         end = min(start + _CHUNK, flat.numel())
         groups = slice(start // GROUP, -(-end // GROUP))
         mine = [(codes[start:end], scales[groups]) for codes, scales in moments]
-        values = [decode(*pair, table) for pair, table in zip(mine, tables, strict=True)]
-        _adamw(flat[start:end], slope[start:end], *values, state["step"], group)
-        for (codes, scales), value, table in zip(mine, values, tables, strict=True):
+        averages = (decode(*mine[0], tables[0]), decode(*mine[1], tables[1]))
+        _adamw(flat[start:end], slope[start:end], averages, state["step"], group)
+        for (codes, scales), value, table in zip(mine, averages, tables, strict=True):
             encode(value, codes, scales, table)
     if not weight.is_contiguous():
         weight.copy_(flat.view(weight.shape))
@@ -151,7 +150,7 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    """fp32 (n,) -> the nearest entries of `table` times the largest magnitude of each 256, into `codes` and `scales`."""
+    """fp32 (n,) -> the largest magnitudes of each 256 into `scales`, nearest entries of `table` into `codes`."""
     groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
     scales.copy_(groups.abs().amax(1))
     unit = groups / scales.masked_fill(scales == 0, 1).unsqueeze(1)
@@ -166,7 +165,7 @@ def _dynamic(*, signed: bool) -> tuple[float, ...]:
     for decade in range(7):
         steps = 2 ** (decade if signed else decade + 1)
         edges = [0.1 + 0.9 * i / steps for i in range(steps + 1)]
-        means = [10.0 ** (decade - 6) * (low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        means = [10.0 ** (decade - 6) * (low + high) / 2 for low, high in pairwise(edges)]
         values += means
         if signed:
             values += [-mean for mean in means]

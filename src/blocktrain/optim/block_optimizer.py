@@ -171,7 +171,7 @@ class BlockOptimizer:
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
         trained = {
-            name: nn.Parameter(torch.empty_like(p, dtype=self._trained_dtype(p), device="meta"))
+            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=self._trained_dtype(p), device="meta"))
             for name, p in block.parameters.items()
         }
         optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))

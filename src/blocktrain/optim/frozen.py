@@ -28,16 +28,19 @@ class FrozenWeights:
         self._partition = partition
         self._remainders: list[Remainders] = [{} for _ in partition]  # of blocks that are frozen, by index
         self._resting = Resting(partition.chain, precision.frozen, place)
-        for block in partition:  # one after another: what a block leaves is gone before the next one is lowered
-            if precision.has_master:
-                left = lower(block.parameters)
-                self._remainders[block.index] = left if precision.keeps_remainder else {}
-            self._resting.rest(block.parameters.values())
+        for name, parameter in partition.whole.parameters.items():  # one by one: packed before the next is lowered
+            left = lower({name: parameter}) if precision.has_master else {}
+            if precision.keeps_remainder:
+                for block in partition:
+                    if name in block.parameters:
+                        self._remainders[block.index][name] = block.part(name, left[name])
+            self._resting.rest([parameter])
 
     def activate(self, block: Block) -> Masters | None:
         """Wake a block for training; its masters, where the precision has them."""
         self._resting.wake(block.parameters.values())
-        return Masters(block.parameters, self._remainders[block.index]) if self.precision.has_master else None
+        needed = self.precision.has_master or block.rows
+        return Masters(block, self._remainders[block.index]) if needed else None
 
     def retire(self, block: Block, masters: Masters | None) -> None:
         """Keep what a block has become."""
@@ -51,15 +54,20 @@ class FrozenWeights:
 
     def weights(self, block: Block) -> dict[str, Tensor]:
         """A block's weights in the compute dtype, on the host, not to be changed; nothing is woken for it."""
-        return {name: self._resting.value(parameter) for name, parameter in block.parameters.items()}
+        return {name: block.part(name, self._resting.value(p)) for name, p in block.parameters.items()}
 
     def load_weights(self, block: Block, weights: Mapping[str, Tensor]) -> None:
         """Replace a block's weights; raises `CheckpointError` where one is missing."""
         for name, parameter in block.parameters.items():
-            if name not in weights or weights[name].shape != parameter.shape:
-                raise CheckpointError(f"the weights to load have no '{name}' of shape {tuple(parameter.shape)}")
+            shape = block.part(name, parameter).shape
+            if name not in weights or weights[name].shape != shape:
+                raise CheckpointError(f"the weights to load have no '{name}' of shape {tuple(shape)}")
         for name, parameter in block.parameters.items():
-            self._resting.replace(parameter, weights[name])
+            value = weights[name]
+            if name in block.rows:
+                value = self._resting.value(parameter).clone()
+                block.part(name, value).copy_(weights[name])
+            self._resting.replace(parameter, value)
 
     def remainders(self, block: Block) -> Remainders:
         """What a frozen block's weights leave out of its masters."""

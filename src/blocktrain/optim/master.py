@@ -15,37 +15,50 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from blocktrain.blocks.block import Block
 from blocktrain.optim.precision import half, join, split
 
 Remainders = dict[str, Tensor]  # int16, on the host
 
 
 class Masters:
-    """fp32 masters of one block's bf16 `weights`, alive during a visit.
+    """What the optimizers move in place of a block's weights, alive during a visit.
 
-    remainders: what the weights leave out of their masters; of those that are not named, nothing. Memory: 4 bytes a
-    parameter, and gradients: 2 bytes with one micro-batch a step (in fp32 one weight at a time), 4 with several.
+    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. remainders:
+    what the weights leave out of their masters; of those that are not named, nothing.
+
+    Memory of a bf16 parameter: 4 bytes, and for its gradient 2 bytes with one micro-batch a step (in fp32 for one
+    weight at a time), 4 with several. Autograd makes the gradient of all rows; the block's are kept.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], remainders: Remainders):
-        self.weights = weights
-        self.parameters = {name: nn.Parameter(_master(weight, remainders.get(name))) for name, weight in weights.items()}
-        self._gradients: dict[str, Tensor] = {}  # bf16: of one micro-batch. fp32: the sum of several
+    def __init__(self, block: Block, remainders: Remainders):
+        self.block = block
+        self.parameters = {name: nn.Parameter(self._joined(name, remainders.get(name))) for name in block.parameters}
+        self._gradients: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
         self._factor: Tensor | None = None  # of all gradients, to be applied when they are widened
         self._hooks: list[RemovableHandle] = [
-            weight.register_post_accumulate_grad_hook(self._collector(name)) for name, weight in weights.items()
+            weight.register_post_accumulate_grad_hook(self._collector(name))
+            for name, weight in block.parameters.items()
         ]
+
+    def _joined(self, name: str, remainder: Tensor | None) -> Tensor:
+        part = self.block.part(name, self.block.parameters[name].data)
+        return part.float() if remainder is None else join(part, remainder.to(part.device))
 
     def _collector(self, name: str):
         """Takes each micro-batch's gradient; sums in bf16 would lose the small ones."""
+        whole = name not in self.block.rows
 
         def collect(weight: Tensor) -> None:
             if weight.grad is None:
                 return
             if self._factor is not None:
                 self.gradients()
-            before = self._gradients.get(name)
-            self._gradients[name] = weight.grad if before is None else before.to(torch.float32).add_(weight.grad)
+            gradient, before = self.block.part(name, weight.grad), self._gradients.get(name)
+            if before is None:
+                self._gradients[name] = gradient if whole else gradient.clone()
+            else:
+                self._gradients[name] = before.to(torch.float32).add_(gradient)
             weight.grad = None
 
         return collect
@@ -72,16 +85,14 @@ class Masters:
         self._factor = factor if self._factor is None else self._factor * factor
 
     def forget_gradients(self) -> None:
-        """Free them."""
+        """Free them; after a step, all that is left of them is their factor."""
         self._gradients.clear()
         self._factor = None
-        for weight in self.weights.values():
-            weight.grad = None
 
     @contextmanager
     def stepping(self, names: Iterable[str]) -> Iterator[None]:
         """Inside, the masters of `names` have their gradients in fp32. Afterwards these are used up, and the model's
-        weights are the bf16 halves of their masters."""
+        bf16 weights are the halves of their masters; fp32 weights are the masters' own memory."""
         moving = [name for name in names if name in self._gradients]
         for name in moving:
             self.parameters[name].grad = self._widened(name)
@@ -89,26 +100,24 @@ class Masters:
         yield
         with torch.no_grad():
             for name in moving:
-                self.parameters[name].grad = None
-                self.weights[name].copy_(half(self.parameters[name].data))
-
-    def stepped(self) -> None:
-        """All gradients are used up."""
-        self._factor = None
+                master, weight = self.parameters[name], self.block.parameters[name]
+                master.grad = None
+                if weight.dtype == torch.bfloat16:
+                    self.block.part(name, weight).copy_(half(master.data))
 
     def remainders(self) -> Remainders:
-        """What the weights leave out of the masters now."""
-        return {name: split(master.data)[1].cpu() for name, master in self.parameters.items()}
+        """What the weights leave out of the masters now; nothing where they are fp32."""
+        return {
+            name: split(master.data)[1].cpu()
+            for name, master in self.parameters.items()
+            if self.block.parameters[name].dtype == torch.bfloat16
+        }
 
     def close(self) -> None:
         """Retire: stop collecting gradients. The weights are those of the last step."""
         for hook in self._hooks:
             hook.remove()
         self.forget_gradients()
-
-
-def _master(weight: nn.Parameter, remainder: Tensor | None) -> Tensor:
-    return weight.data.float() if remainder is None else join(weight.data, remainder.to(weight.device))
 
 
 @torch.no_grad()

@@ -45,9 +45,11 @@ class Packed:
         parts = self.parts if parts is None else parts
         match self.format:
             case "int8":
-                return _unpack_int8(*parts, self.shape, self.dtype)
+                codes, scales = parts
+                return _unpack_int8(codes, scales, self.shape, self.dtype)
             case "nf4":
-                return _unpack_nf4(*parts, self.shape, self.dtype)
+                codes, scales = parts
+                return _unpack_nf4(codes, scales, self.shape, self.dtype)
             case _:
                 return parts[0]
 

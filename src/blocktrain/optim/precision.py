@@ -35,10 +35,12 @@ Moments = Literal["fp32", "8bit"]
 class Precision:
     """Formats of a run's tensors.
 
-    frozen: of the weights of frozen blocks, on the device (matrices only under `int8` and `nf4`; norms and biases stay
-        in `compute`). compute: of the active block's weights and of all activations. master: of the copy that the
-        optimizer moves; None where it moves the weights themselves. remainder: whether what `compute` leaves out of the
-        master outlives a visit. accumulation: of the sum of micro-batches' gradients. moments: of the optimizer's state.
+    frozen: of frozen blocks' matrices; their norms and biases stay in `compute`.
+    compute: of the active block's weights and of all activations.
+    master: of the copy that the optimizer moves; None where it moves the weights themselves.
+    remainder: whether what `compute` leaves out of the master outlives a visit.
+    accumulation: of the sum of micro-batches' gradients.
+    moments: of the optimizer's two averages, if it keeps two; in fp32 they have the master's dtype.
     """
 
     name: str

@@ -47,7 +47,7 @@ def fingerprints(chain: Chain, levels: Iterable[int]) -> dict[int, str]:
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
                 digest.update(name.encode())
                 for part in stored_as(tensor):  # of resting weights, their packed form
-                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found
 
 
@@ -105,9 +105,9 @@ class Ledger:
             damaged += len(wrong)
         return damaged
 
-    def close(self) -> None:
-        """Delete the ledger's files."""
-        if self._folder is not None:
+    def close(self, *, keep_files: bool = False) -> None:
+        """Delete the ledger's files unless they are to stay."""
+        if self._folder is not None and not keep_files:
             for name in ("slots.bin", "ledger.json"):
                 (self._folder / name).unlink(missing_ok=True)
 

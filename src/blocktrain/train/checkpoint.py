@@ -49,7 +49,10 @@ class Saved:
 
 def fingerprint(partition: Partition) -> str:
     """A hash of the model's parameter names and shapes and of the blocks they are in."""
-    layout = [[(name, list(p.shape)) for name, p in block.parameters.items()] for block in partition]
+    layout = [
+        [(name, [len(block.rows[name]), *p.shape[1:]] if name in block.rows else list(p.shape)) for name, p in owned]
+        for block, owned in ((block, block.parameters.items()) for block in partition)
+    ]
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
