@@ -169,7 +169,8 @@ class RunConfig:
     name: in reports, and of the run's folder.
     seed: decides weights, data order, dropout and block order.
     device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
-    precision: "fp32", or "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit.
+    precision: "fp32"; "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit; "int8", "nf4": the same, with
+        frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
     on_nonfinite: what becomes of a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
     """
