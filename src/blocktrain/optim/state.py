@@ -210,7 +210,7 @@ def encode_state(state: BlockState) -> bytes:
                 tensors[name + _SEPARATOR + key] = value.detach().contiguous()
             else:
                 numbers[name + _SEPARATOR + key] = value
-    return save(tensors, metadata={"numbers": json.dumps(numbers)})
+    return save(tensors, metadata={"numbers": json.dumps(numbers, sort_keys=True)})
 
 
 def decode_state(data: bytes) -> BlockState:
