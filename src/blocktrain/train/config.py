@@ -21,7 +21,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import Moments, preset
 from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import Plateau, RunLimit
@@ -82,6 +82,7 @@ class OptimizerConfig:
     decay: what is decayed: "weights" leaves norms and biases out.
     weight_decay: none is the class's own default; norms and biases are left out unless `decay = "all"`.
     state: where a block's moments stay until its next visit.
+    moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     """
 
@@ -91,6 +92,7 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     decay: Literal["weights", "all"] = "weights"
     state: Literal["drop", "host", "disk"] = "drop"
+    moments: Moments = "fp32"
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,12 +106,14 @@ class OptimizerConfig:
 class MemoryConfig:
     """What a step keeps on the device, and what it pays to keep less.
 
+    frozen: where frozen weights are while no layer runs with them; "host" copies them to the device one layer ahead.
     checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
     boundaries: where those inputs wait: on the "device", or on the "host".
     loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
     kernels: "liger" takes Liger's norms and activations (CUDA); "auto" where installed.
     """
 
+    frozen: Literal["device", "host"] = "device"
     checkpointing: Literal["off", "layers"] = "off"
     boundaries: Boundaries = "device"
     loss_chunk: int | None = None
@@ -197,7 +201,8 @@ class RunConfig:
     name: in reports, and of the run's folder.
     seed: decides weights, data order, dropout and block order.
     device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
-    precision: "fp32", or "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit.
+    precision: "fp32"; "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit; "int8", "nf4": the same, with
+        frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
     on_nonfinite: what becomes of a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
     """

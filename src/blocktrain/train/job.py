@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
+from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
@@ -155,7 +156,8 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         parts,
         cls,
         state=_store(options, folder),
-        precision=preset(config.precision),
+        precision=replace(preset(config.precision), moments=options.moments),
+        frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         **keywords,

@@ -92,6 +92,9 @@ class Loop:
             if progress.run_over:
                 break
             with job.optimizer.visit(visit.block):
+                following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
+                if following is not None:
+                    job.optimizer.expect(following.block)
                 self._visit(visit)
             self._retire(visit)
         self._finish()
