@@ -22,10 +22,8 @@ _PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "out
 
 def messages_of(record: Mapping[str, Any], place: str) -> list[Message]:
     """The conversation in `record`, found by its keys; raises `DataError` where there is none, naming `place`."""
-    if "messages" in record:
-        messages = _messages(record["messages"], "messages", place)
-    else:
-        messages = _pair(record, place)
+    given = record.get("messages")
+    messages = _pair(record, place) if given is None else _messages(given, "messages", place)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
         raise DataError(f"{place}: no message is the assistant's, so there is nothing to learn (roles: {roles})")

@@ -45,9 +45,9 @@ def open_corpus(source: str, *, text_field: str | None = "text") -> Corpus:
     """The corpus that `source` names; nothing is read yet but names.
 
     `source` is `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
-    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text; None reads rows with all
-    their fields, as JSON, from `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`. Raises `DataError` when there
-    is no such thing.
+    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text; None reads
+    rows with all their fields, as JSON, from `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`. Raises
+    `DataError` when there is no such thing.
     """
     if source == "stdlib" and text_field is not None:
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field)

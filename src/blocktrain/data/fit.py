@@ -1,6 +1,6 @@
 """Fitting sequences of different lengths into rows of one length: best fit, longest first.
 
-    capacity 8      | 5 5 5 5 5 3 3 3 | 4 4 4 4 2 2 . . |
+capacity 8      | 5 5 5 5 5 3 3 3 | 4 4 4 4 2 2 . . |
 """
 
 from __future__ import annotations

@@ -112,7 +112,9 @@ def _separated(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     try:
         for record in rows:
             if None in record or None in record.values():
-                raise DataError(f"'{path}' line {rows.line_num} has not the {len(rows.fieldnames or ())} fields named above")
+                raise DataError(
+                    f"'{path}' line {rows.line_num} has not the {len(rows.fieldnames or ())} fields named above"
+                )
             yield record
     except csv.Error as error:
         raise DataError(f"'{path}' line {rows.line_num}: {error}") from error

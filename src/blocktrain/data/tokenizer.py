@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,26 +76,35 @@ class ByteTokenizer:
         """The text of `ids`; the end of a document has none."""
         return bytes(token for token in ids if token != self.eos).decode(errors="replace")
 
-    @cached_property
+    _pretrained: PreTrainedTokenizerBase | None = None
+
+    @property
     def pretrained(self) -> PreTrainedTokenizerBase:
-        """An equal Hugging Face tokenizer: a byte-level model without merges.
+        """An equal Hugging Face tokenizer, made when first asked for.
 
         The ids are the same for every text but one that spells `<|endoftext|>` out: Hugging Face reads that as the
         end of a document, here it is 13 bytes.
         """
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-        from transformers import PreTrainedTokenizerFast
-
-        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-        backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
+        if self._pretrained is None:
+            self._pretrained = _byte_level()
+        return self._pretrained
 
     def save(self, folder: Path) -> None:
         """Write the equal Hugging Face tokenizer."""
         _save(self.pretrained, folder)
+
+
+def _byte_level() -> PreTrainedTokenizerBase:
+    """A byte-level model without merges."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
 
 
 def _byte_letters() -> list[str]:
@@ -113,7 +121,7 @@ class HuggingFaceTokenizer:
     """A tokenizer of `transformers`."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
-        """Wrap `tokenizer`; raises `DataError` if it has no token for the end of a text (an encoder's separator is one)."""
+        """Wrap `tokenizer`; raises `DataError` if it has no token that ends a text (an encoder's is its separator)."""
         ends = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         if not isinstance(ends, int):
             raise DataError(

@@ -1,6 +1,6 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
-[model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
+[model]  [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
 [optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]
 """
 
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blocktrain.blocks.partition import Balance
+from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
+from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError
@@ -94,15 +96,28 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Validation loss over the first `rows` validation rows, every `every` and at the end."""
+    """Validation loss over the first `rows` validation rows, every `every` and at the end.
+
+    generate: so many validation conversations are asked anew, and the answers, of `new_tokens` tokens at most, compared
+        with theirs.
+    answer_marker: compare only the word or number behind it ("####" for GSM8K); None: the whole text.
+    """
 
     every: Duration = Duration.steps(100)
     rows: int = 256
     batch_rows: int = 16
+    generate: int = 0
+    new_tokens: int = 256
+    answer_marker: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.batch_rows < 1:
-            raise ConfigError(f"rows and batch_rows must be at least 1, not {self.rows} and {self.batch_rows}")
+        if self.rows < 1 or self.batch_rows < 1 or self.new_tokens < 1:
+            raise ConfigError(
+                "rows, batch_rows and new_tokens must be at least 1, not "
+                f"{self.rows}, {self.batch_rows} and {self.new_tokens}"
+            )
+        if self.generate < 0:
+            raise ConfigError(f"generate must not be negative, not {self.generate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +145,8 @@ class RunConfig:
     model: ModelConfig
     schedule: ScheduleConfig
     text: TextConfig | None = None
+    chat: ChatConfig | None = None
+    labelled: LabelledConfig | None = None
     images: ImageConfig | None = None
     sampling: Sampling = field(default_factory=Sampling)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
@@ -142,12 +159,15 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.images is None):
-            raise ConfigError("a run trains on [text] or on [images]: give exactly one of the two tables")
+        data = (self.text, self.chat, self.labelled, self.images)
+        if sum(table is not None for table in data) != 1:
+            raise ConfigError("a run trains on [text], [chat], [labelled] or [images]: give exactly one of these")
         if self.schedule.sweeps is None and self.stop == RunLimit():
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
-        if self.text is not None and self.sampling.variants is not None:
+        if self.images is None and self.sampling.variants is not None:
             raise ConfigError("sampling.variants is for augmented images; leave it out for text")
+        if self.chat is None and self.evaluation.generate:
+            raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:
