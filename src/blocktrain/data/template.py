@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, path: str | None = None):
         """path: a Jinja file to use instead of the tokenizer's own template."""
-        self._pretrained = tokenizer.pretrained
+        self._pretrained: Any = tokenizer.pretrained
         if path is not None:
             try:
                 self._pretrained.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
