@@ -299,8 +299,8 @@ HEAD = """\
 # Models
 
 {passing} of {lines} lines pass every check that applies to them. Written by `python tests/test_models.py` from the
-checks that `pytest tests/test_models.py` runs, on tiny random configurations of `transformers`, in fp32 on a CPU; a test
-fails when this page is out of date.
+checks that `pytest tests/test_models.py` runs, on tiny random configurations of `transformers`, in fp32 on a CPU; a
+test fails when this page is out of date.
 
 - **partition**: three blocks hold every parameter once; a tied one belongs to the first block that uses it.
 - **cache**: a step from stored hidden states has the loss and the gradients of the whole step, bit for bit.

@@ -18,7 +18,7 @@ from blocktrain.train.job import build
 from blocktrain.train.schema import override
 from blocktrain.train.session import run
 
-PAIRS = [("1 + 1?", "2"), ("1 + 2?", "3"), ("2 + 2?", "4"), ("2 + 3?", "5"), ("Who?", "A model of a few numbers.")]
+PAIRS = [("Who?", "A model of a few numbers."), ("1 + 1?", "2"), ("1 + 2?", "3"), ("2 + 2?", "4"), ("2 + 3?", "5")]
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 BERT = LLAMA | {"max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -29,12 +29,13 @@ Make = Callable[..., RunConfig]
 @pytest.fixture
 def chat(tmp_path: Path) -> Make:
     """A run on five short conversations, with overrides as on the command line."""
+    (tmp_path / "data").mkdir()
     for name in ("train", "validation"):
         lines = [json.dumps({"question": asked, "answer": f"#### {answer}"}) for asked, answer in PAIRS]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(lines))
     mapping: dict[str, Any] = {
         "device": "cpu",
-        "chat": {"source": str(tmp_path), "row_tokens": 64, "cache": str(tmp_path / "cache")},
+        "chat": {"source": str(tmp_path / "data"), "row_tokens": 64, "cache": str(tmp_path / "cache")},
         "model": {"architecture": "llama", "config": LLAMA | {"max_position_embeddings": 64}},
         "schedule": {"visit": "2 steps", "sweeps": 1},
         "blocks": {"count": 2},
@@ -57,15 +58,12 @@ def losses(config: RunConfig, out: Path) -> list[float]:
 def test_micro_batches_weigh_by_learned_tokens(chat: Make, tmp_path: Path, layout: str):
     """transformers#34191: averaging the means of unequal micro-batches gave short answers too much weight."""
     settings = [f"chat.layout={layout}", "optimizer.name=SGD", "prefix.store=off"]
-    whole, parts = build(chat(*settings), tmp_path), build(chat(*settings, "batch.micro_rows=1"), tmp_path)
+    job = build(chat(*settings), tmp_path)
     rows = range(3)
-    weights = [int(weight) for weight in whole.task.train.weights(rows)]
-    assert len(set(weights)) > 1
-    single = [whole.model(**whole.task.train.batch([row])).loss.item() for row in rows]
-    assert (
-        abs(sum(single) / 3 - whole.model(**whole.task.train.batch(rows)).loss.item()) > 1e-4
-    )  # the plain mean is wrong
-    del parts
+    assert len(set(job.task.train.weights(rows).tolist())) > 1
+    single = [job.model(**job.task.train.batch([row])).loss.item() for row in rows]
+    mean = sum(single) / 3
+    assert abs(mean - job.model(**job.task.train.batch(rows)).loss.item()) > 1e-4  # the plain mean is another figure
     once = losses(chat(*settings), tmp_path / "whole")
     apart = losses(chat(*settings, "batch.micro_rows=1"), tmp_path / "parts")
     assert apart == pytest.approx(once, rel=1e-6)
@@ -129,12 +127,13 @@ CLASSIFIERS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
 def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path):
     words = [("good film", "good"), ("bad film", "bad"), ("good", "good"), ("bad", "bad")] * 4
     text = "text,label\n" + "".join(f"{words},{label}\n" for words, label in words)
+    (tmp_path / "data").mkdir()
     for name in ("train", "validation"):
-        (tmp_path / f"{name}.csv").write_text(text)
+        (tmp_path / "data" / f"{name}.csv").write_text(text)
     config = RunConfig.from_mapping(
         {
             "device": "cpu",
-            "labelled": {"source": str(tmp_path), "row_tokens": 16, "cache": str(tmp_path / "cache")},
+            "labelled": {"source": str(tmp_path / "data"), "row_tokens": 16, "cache": str(tmp_path / "cache")},
             "model": {"architecture": architecture, "config": CLASSIFIERS[architecture]},
             "schedule": {"visit": "10 steps", "sweeps": 2},
             "blocks": {"count": 2},
