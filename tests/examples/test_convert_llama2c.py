@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -61,15 +62,13 @@ def read_pieces(path: Path) -> list[tuple[str, float]]:
 
 
 def encode(text: str, pieces: list[tuple[str, float]]) -> list[int]:
-    """llama2.c's `encode`, plainly: characters, then the pair that makes the piece of the best score, again and again."""
+    """llama2.c's `encode`, plainly: characters, then again and again the pair whose piece has the best score."""
     known = {piece: (number, score) for number, (piece, score) in enumerate(pieces)}
     ids: list[int] = []
     for letter in " " + text:
         ids += [known[letter][0]] if letter in known else [byte + 3 for byte in letter.encode()]
     while True:
-        pairs = [
-            (pieces[one][0] + pieces[other][0], at) for at, (one, other) in enumerate(zip(ids, ids[1:], strict=False))
-        ]
+        pairs = [(pieces[one][0] + pieces[other][0], at) for at, (one, other) in enumerate(itertools.pairwise(ids))]
         found = [(known[pair][1], -at) for pair, at in pairs if pair in known]
         if not found:
             return ids
