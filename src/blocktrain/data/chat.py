@@ -44,24 +44,31 @@ TooLong = Literal["drop", "truncate"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Which conversations to train on, and how they are laid out in rows.
+    """Conversations to fine-tune on, with loss on the assistant's turns only.
 
-    source: a file or folder of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow`), or a data set of the
-        hub, in a shape that `conversation.py` knows.
-    template: a Jinja file; None is the tokenizer's own template, or a plain one where it has none.
-    too_long: what becomes of a conversation of more than `row_tokens` tokens: dropped, or cut at its end.
+    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
+        hub; rows of `messages`, `prompt` and `completion`, `question` and `answer`, or Alpaca's.
+    validation: another source; none: the source's own validation or test split, else a share of it.
+    validation_share: of the conversations, where there is no such split.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    template: a Jinja file; none: the tokenizer's own template, or a plain one where it has none.
+    row_tokens: tokens in a row.
+    layout: several conversations in a row, kept apart, or one, filled up.
+    too_long: what becomes of a conversation longer than a row; "truncate" cuts its end.
+    max_conversations: read only so many of each source.
+    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
     """
 
     source: str
-    validation: str | None = None  # another source; None: the source's own validation or test split, else a share of it
+    validation: str | None = None
     validation_share: float = 0.02
     tokenizer: str = "bytes"
     template: str | None = None
     row_tokens: int = 512
     layout: Layout = "packed"
     too_long: TooLong = "drop"
-    max_conversations: int | None = None  # read only so many of each source
-    cache: str | None = None  # a folder for the tokens; None: blocktrain's in the user's cache folder
+    max_conversations: int | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.validation_share < 1:

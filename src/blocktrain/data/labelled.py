@@ -27,17 +27,29 @@ _AT_ONCE = 1024  # texts handed to the tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledConfig:
-    """Which texts to classify: rows of `.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` or `.arrow`, or of the hub."""
+    """Texts to train a classifier on.
+
+    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
+        hub.
+    validation: another source; none: the source's own validation or test split, else a share of it.
+    validation_share: of the texts, where there is no such split.
+    text_field: the field of a row that holds the text.
+    label_field: the field whose values, text or whole numbers, are the classes.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    row_tokens: tokens in a row; longer texts are cut.
+    max_documents: read only so many of each source.
+    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    """
 
     source: str
-    validation: str | None = None  # another source; None: the source's own validation or test split, else a share of it
+    validation: str | None = None
     validation_share: float = 0.02
     text_field: str = "text"
-    label_field: str = "label"  # whose values, text or numbers, are the classes
+    label_field: str = "label"
     tokenizer: str = "bytes"
-    row_tokens: int = 128  # longer texts are cut
-    max_documents: int | None = None  # read only so many of each source
-    cache: str | None = None  # a folder for the tokens; None: blocktrain's in the user's cache folder
+    row_tokens: int = 128
+    max_documents: int | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.validation_share < 1:
