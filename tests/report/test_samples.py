@@ -29,12 +29,12 @@ def test_first_and_last_answers_are_shown_escaped(make_run):
     record = RunRecord.load(folder)
     text = page([record])
     assert "What it writes" in text
-    assert "67 % (exact match), after step 0: 0 %" in text.replace("66.7 %", "67 %").replace("0.0 %", "0 %")
+    assert "Exact match: 0 % after step 0, 67 % after step 100." in text
     assert "<script>alert" not in text
     assert "<b>0" not in text
     assert text.count("&lt;b&gt;") == 3
     assert "after step 100 (right)" in text
-    assert "after step 50" not in text
+    assert "<dt>after step 50" not in text
     assert summary(record)["exact_match"] == 2 / 3
 
 

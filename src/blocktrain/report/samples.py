@@ -18,8 +18,9 @@ def section(run: RunRecord, name: str) -> str:
         return ""
     first, last = ([row for row in run.samples if row.step == run.samples[end].step] for end in (0, -1))
     title = "What it writes" + (f" of {name}" if name else "")
-    note = f"answers to {plural(len(last), 'validation prompt')}, greedy; right after step {last[0].step:,}: "
-    note += f"{percent(_right(last))} (exact match), after step {first[0].step:,}: {percent(_right(first))}."
+    note = f"greedy answers to {plural(len(last), 'validation prompt')}. Exact match: "
+    shown = [first, last] if first[0].step != last[0].step else [last]
+    note += ", ".join(f"{percent(_right(rows))} after step {rows[0].step:,}" for rows in shown) + "."
     return figure(title, note, "".join(_prompt(*pair) for pair in list(zip(first, last, strict=False))[:MOST_PROMPTS]))
 
 
