@@ -11,6 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from blocktrain.events import read_events
+from blocktrain.train.config import RunConfig
+from blocktrain.train.session import run
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "convert_llama2c.py"
 
 
@@ -50,6 +54,28 @@ def test_tokens_are_those_of_llama2c(folder: Path, shared_data: Path):
     text = (shared_data / "tinystories_sample" / "validation_sample.txt").read_text()[:1000] + "\n12 + 7 = 19 # é 中"
     ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     assert ids == encode(text, pieces)
+
+
+def test_the_gsm8k_example_runs_on_it(folder: Path, shared_data: Path, tmp_path: Path):
+    """The example as it is, but for its length."""
+    places = {"chat.source": shared_data / "gsm8k", "model.path": folder, "chat.tokenizer": folder}
+    short = {"chat.max_conversations": 40, "schedule.visit": "4 steps", "schedule.sweeps": 1, "batch.rows": 2}
+    asked = {
+        "evaluation.rows": 4,
+        "evaluation.generate": 2,
+        "evaluation.new_tokens": 8,
+        "chat.cache": tmp_path / "cache",
+    }
+    overrides = [f"{key}={value}" for key, value in (places | short | asked).items()]
+    config = RunConfig.load(SCRIPT.with_name("gsm8k.toml"), overrides)
+    events = read_events(run(config, tmp_path / "run").events)
+    scores = [event for event in events if event["kind"] == "evaluation"]
+    assert scores[-1]["loss"] < scores[0]["loss"]
+    assert [event["expected"].splitlines()[-1] for event in events if event["kind"] == "sample"][:2] == [
+        "#### 18",
+        "#### 3",
+    ]
+    assert scores[0]["exact_match"] == 0
 
 
 def read_pieces(path: Path) -> list[tuple[str, float]]:
