@@ -117,7 +117,7 @@ def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path):
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=256, eos_token_id=256)
     text = tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert text == samples[-5]["text"]
+    assert text == samples[-4]["text"]  # of "1 + 1?"
 
 
 CLASSIFIERS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}

@@ -32,6 +32,7 @@ DEFAULT = """\
 {%- endfor %}\
 {%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
 
+_QUIET = {"verbose": False}  # a conversation longer than the model is told of once, by its rows
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -57,7 +58,7 @@ class ChatTemplate:
         try:
             if self._marks:
                 rendered = self._pretrained.apply_chat_template(
-                    messages, return_dict=True, return_assistant_tokens_mask=True
+                    messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
                 )
                 return np.array(rendered["input_ids"]), np.array(rendered["assistant_masks"], bool)
             return self._by_growth(messages, place)
@@ -85,7 +86,9 @@ class ChatTemplate:
     def _ids(self, messages: list[Message], *, prompt: bool = False) -> np.ndarray:
         if not messages:  # a conversation that the assistant opens
             return np.empty(0, np.int64)
-        rendered = self._pretrained.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True)
+        rendered = self._pretrained.apply_chat_template(
+            messages, add_generation_prompt=prompt, return_dict=True, tokenizer_kwargs=_QUIET
+        )
         return np.array(rendered["input_ids"])
 
 

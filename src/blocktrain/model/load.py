@@ -116,12 +116,13 @@ def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[
 
 
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
-    """Random weights; sdpa where the architecture has it (an eager one otherwise, as ALiBi wants)."""
+    """Random weights, and the attention that transformers chooses: sdpa, but where an architecture needs its scores
+    (Gemma 2 caps them, BLOOM adds ALiBi) its own."""
     if type(settings) not in cls._model_mapping:
         what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
         kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
-    return cls.from_config(settings, attn_implementation="sdpa").float()
+    return cls.from_config(settings).float()
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
