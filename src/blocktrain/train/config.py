@@ -1,6 +1,6 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
-[model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
+[model]  [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
 [optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [tracking]
 """
 
@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from blocktrain.blocks.checkpointing import Boundaries
 from blocktrain.blocks.partition import Balance
+from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
+from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError
@@ -146,20 +148,31 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The validation loss.
+    """The validation loss, and what the model answers to validation prompts.
 
     every: how often, beside the start and the end.
     rows: how many validation rows, the same first ones each time.
     batch_rows: how many at a time.
+    generate: how many validation conversations are asked anew, their answers compared.
+    new_tokens: the most an answer has.
+    answer_marker: compare only the word or number behind it ("####" for GSM8K); None: the whole text.
     """
 
     every: Duration = Duration.steps(100)
     rows: int = 256
     batch_rows: int = 16
+    generate: int = 0
+    new_tokens: int = 256
+    answer_marker: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.batch_rows < 1:
-            raise ConfigError(f"rows and batch_rows must be at least 1, not {self.rows} and {self.batch_rows}")
+        if self.rows < 1 or self.batch_rows < 1 or self.new_tokens < 1:
+            raise ConfigError(
+                "rows, batch_rows and new_tokens must be at least 1, not "
+                f"{self.rows}, {self.batch_rows} and {self.new_tokens}"
+            )
+        if self.generate < 0:
+            raise ConfigError(f"generate must not be negative, not {self.generate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +229,8 @@ class RunConfig:
     model: ModelConfig
     schedule: ScheduleConfig
     text: TextConfig | None = None
+    chat: ChatConfig | None = None
+    labelled: LabelledConfig | None = None
     images: ImageConfig | None = None
     sampling: Sampling = field(default_factory=Sampling)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
@@ -230,14 +245,17 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.images is None):
-            raise ConfigError("a run trains on [text] or on [images]: give exactly one of the two tables")
+        data = (self.text, self.chat, self.labelled, self.images)
+        if sum(table is not None for table in data) != 1:
+            raise ConfigError("a run trains on [text], [chat], [labelled] or [images]: give exactly one of these")
         if self.schedule.sweeps is None and self.stop == RunLimit():
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
-        if self.text is not None and self.sampling.variants is not None:
+        if self.images is None and self.sampling.variants is not None:
             raise ConfigError("sampling.variants is for augmented images; leave it out for text")
-        if self.images is not None and self.memory.loss_chunk is not None:
-            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images]")
+        if (self.text or self.chat) is None and self.memory.loss_chunk is not None:
+            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images] and [labelled]")
+        if self.chat is None and self.evaluation.generate:
+            raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:

@@ -84,4 +84,6 @@ def _save_model(job: Job, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(to_mapping(job.config.model)))
         return
     pretrained: Any = job.model
+    if hasattr(pretrained.config, "use_cache"):
+        pretrained.config.use_cache = True  # training kept no keys and values; who generates does
     pretrained.cpu().save_pretrained(folder)

@@ -12,10 +12,8 @@ from torch import nn
 from blocktrain.blocks.activation import evaluating
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
-from blocktrain.data.images import ImageConfig, open_images
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
-from blocktrain.data.text import TextConfig, open_text
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
 from blocktrain.model.kernels import choose_kernels
@@ -30,6 +28,7 @@ from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import OptimizerConfig, RunConfig
+from blocktrain.train.opening import open_task, require_apart
 from blocktrain.train.task import Task, to_device
 from blocktrain.units import Pace
 
@@ -65,14 +64,16 @@ class Job:
 def build(config: RunConfig, folder: Path) -> Job:
     """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk."""
     device = pick_device(config.device)
-    task, tokenizer = _open_task(config)
+    task, tokenizer = open_task(config)
     seed_everything(config.seed)
     model = load_model(
         config.model,
         vocab_size=None if tokenizer is None else tokenizer.vocab_size,
-        row_tokens=None if config.text is None else config.text.row_tokens,
-        num_classes=task.num_classes,
+        row_tokens=task.row_tokens,
+        classes=task.classes,
+        pad_token=task.pad_token,
     ).to(device)
+    require_apart(model, task)
     batch = task.train.batch([0])
     blocks = config.blocks
     parts = partition(
@@ -111,32 +112,6 @@ def build(config: RunConfig, folder: Path) -> Job:
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=job.total_steps, visit_step=0)
     return job
-
-
-def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
-    if isinstance(config.text, TextConfig):
-        text = open_text(config.text)
-        task = Task(
-            unit="tokens",
-            train=text.train,
-            validation=text.validation,
-            units_per_row=config.text.row_tokens,
-            bytes_per_token=text.validation.bytes_per_token,
-            fingerprint=text.train.fingerprint,
-        )
-        return task, text.tokenizer
-    assert isinstance(config.images, ImageConfig)
-    images = open_images(config.images, seed=config.seed)
-    task = Task(
-        unit="images",
-        train=images.train,
-        validation=images.validation,
-        units_per_row=1,
-        num_classes=images.num_classes,
-        augmented=config.images.augment != "none",
-        fingerprint=images.train.fingerprint,
-    )
-    return task, None
 
 
 def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:

@@ -4,7 +4,7 @@
         with optimizer.visit(block):          freeze, unfreeze, build, restore
             until the visit is over:
                 one step                      step.py
-                evaluate when due             task.py
+                evaluate when due             task.py, asking.py
                 ask the rules                 stopping.py
                 checkpoint when due           checkpoint.py
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
+from blocktrain.train.asking import ask
 from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
@@ -203,6 +204,9 @@ class Loop:
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
         with evaluating(job.model):
             score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
+            answers = ask(job)
+        if answers:
+            score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
         progress.evaluated, progress.score = progress.step, score.to_event()
         block = job.optimizer.active
         self._emit(
@@ -214,6 +218,8 @@ class Loop:
                 **progress.score,
             }
         )
+        for answer in answers:
+            self._emit({"kind": "sample", "step": progress.step, **answer.to_event()})
 
     def _save(self) -> Path:
         assert self._log is not None

@@ -63,18 +63,20 @@ def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, vi
 
 
 def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: StepRows) -> float:
-    """Forward and backward over the step's rows, `micro_rows` at a time; returns the mean loss.
+    """Forward and backward over the step's rows, `micro_rows` at a time; returns the mean loss, over predictions: each
+    part counts for as many as it has, so that the parts add up to one large batch.
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
     micro = job.config.batch.micro_rows or len(rows.rows)
     parts = rows.split(micro)
+    weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
     loss = 0.0
-    for part, coming in zip(parts, [*parts[1:], following.split(micro)[0]], strict=True):
+    for part, weight, coming in zip(parts, weights, [*parts[1:], following.split(micro)[0]], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):
             prefixed.prefetch(coming)
-            micro_loss = job.task.loss(job.model, batch) * (len(part.rows) / len(rows.rows))
+            micro_loss = job.task.loss(job.model, batch) * (weight / sum(weights))
             micro_loss.backward()
         loss += micro_loss.item()
     return loss
