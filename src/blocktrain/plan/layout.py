@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,6 +14,7 @@ Method = Literal["bcd", "full", "offload"]
 METHODS: tuple[Method, ...] = ("bcd", "full", "offload")
 Checkpointing = Literal["none", "layers"]
 Tier = Literal["off", "device", "host", "disk"]
+Role = Literal["absent", "frozen", "active"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,43 +78,42 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one card sees of a visit: how many layers it has in the prefix, active and in the tail.
-
-    first_layer: whether the embedding is among its layers, and whether that is active; the head likewise.
-    """
+    """What one card sees of a visit: its transformer layers by their part, and its embedding and head."""
 
     prefix: int
     active: int
     tail: int
-    embedding: Literal["absent", "frozen", "active"]
-    head: Literal["absent", "frozen", "active"]
+    embedding: Role
+    head: Role
+
+
+@lru_cache(maxsize=65536)
+def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = None) -> Piece:
+    """What a card that holds the chain's layers `stage` (None: all of them) sees of a visit to `block`."""
+    chain = stage if stage is not None else range(spec.layers + 2)
+    cuts = _cut(tuple(spec.chain_parameters[index] for index in chain), min(blocks, len(chain)))
+    mine = cuts[min(block, len(cuts) - 1)]
+    active = range(chain.start + mine.start, chain.start + mine.stop)
+
+    def role(index: int) -> Role:
+        return "active" if index in active else "frozen" if index in chain else "absent"
+
+    inner = [index for index in chain if 1 <= index <= spec.layers]
+    return Piece(
+        prefix=sum(index < active.start for index in inner),
+        active=sum(index in active for index in inner),
+        tail=sum(index >= active.stop for index in inner),
+        embedding=role(0),
+        head=role(spec.layers + 1),
+    )
 
 
 @lru_cache(maxsize=4096)
+def _cut(costs: tuple[int, ...], parts: int) -> list[range]:
+    return balanced(costs, parts)
+
+
 def pieces(spec: ModelSpec, blocks: int, pipeline: int = 1) -> tuple[Piece, ...]:
     """What a card may see, over all visits and stages; pieces that are alike are listed once."""
-    stages = balanced(spec.chain_parameters, pipeline)
-    found: dict[Piece, None] = {}
-    for stage in stages:
-        costs = [spec.chain_parameters[index] for index in stage]
-        for block in balanced(costs, min(blocks, len(costs))):
-            found[_piece(stage, block, spec.layers)] = None
-    return tuple(found)
-
-
-def _piece(stage: Sequence[int], block: range, layers: int) -> Piece:
-    chain = list(stage)
-    active = {chain[index] for index in block}
-    inner = [index for index in chain if 1 <= index <= layers]
-    first = min(active)
-
-    def role(index: int) -> Literal["absent", "frozen", "active"]:
-        return "active" if index in active else "frozen" if index in chain else "absent"
-
-    return Piece(
-        prefix=sum(index < first for index in inner),
-        active=sum(index in active for index in inner),
-        tail=sum(index > first and index not in active for index in inner),
-        embedding=role(0),
-        head=role(layers + 1),
-    )
+    stages = _cut(spec.chain_parameters, pipeline)
+    return tuple(dict.fromkeys(piece_of(spec, blocks, block, stage) for stage in stages for block in range(blocks)))
