@@ -19,6 +19,7 @@ from blocktrain.plan.step import Setting, StepTime, step_time
 from blocktrain.units import Dollars
 
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 ENOUGH_ROWS = 4  # in a micro-batch: beyond, kernels are large enough
 MOST_ROWS = 64
 VISIT_STEPS = 100  # of a visit without a cache
@@ -108,8 +109,14 @@ class Overflow:
     layout: Layout
     memory: Memory
     what: str  # "card", "host memory", "disk"
-    over: float  # bytes
+    need: float  # bytes
+    there: float
     part: str  # the largest
+
+    @property
+    def ratio(self) -> float:
+        """How far from fitting; 1 would."""
+        return self.need / max(self.there, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +131,17 @@ def fit(request: Request) -> Fit:
     """Search all layouts of `request`."""
     found: list[Candidate] = []
     nearest: Overflow | None = None
+    roomy: set[Layout] = set()  # fit without checkpointing, a few rows at a time
     for layout in layouts(request):
+        if layout.checkpointing == "layers" and replace(layout, checkpointing="none") in roomy:
+            continue
         sized, peak = _largest_micro_batch(request, layout)
         missing = _missing(request, sized, peak)
         if missing is not None:
-            if nearest is None or (missing.what, missing.over) < (nearest.what, nearest.over):
-                nearest = missing
+            nearest = missing if nearest is None or missing.ratio < nearest.ratio else nearest
             continue
+        if sized.micro_rows >= ENOUGH_ROWS:
+            roomy.add(layout)
         found += [candidate(request, tiered, peak) for tiered in _tiers(request, sized, peak)]
     best: dict[tuple[object, ...], Candidate] = {}
     for item in sorted(found, key=lambda item: item.rank):
@@ -142,7 +153,7 @@ def layouts(request: Request) -> Iterator[Layout]:
     """All but the micro-batch and the cache: see `_largest_micro_batch` and `_tiers`."""
     for method in request.methods:
         for precision in _precisions(request):
-            for pipeline in (p for p in range(1, request.cards + 1) if request.cards % p == 0):
+            for pipeline in (p for p in STAGES if request.cards % p == 0):
                 data = request.cards // pipeline
                 if data > request.rows or pipeline > request.spec.layers:
                     continue
@@ -198,16 +209,16 @@ def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memo
 
 
 def _missing(request: Request, layout: Layout, peak: Memory) -> Overflow | None:
-    room = request.room
+    room, nodes = request.room, -(-layout.cards // request.cards_per_node)
     on_card = peak.peak * (1 + room.fragmentation)
     for what, need, there, parts in (
         ("card", on_card, room.card, peak.parts),
         ("host memory", peak.host_bytes, room.host, peak.host),
-        ("the disk", peak.disk_bytes, room.disk, peak.disk),
+        ("disk", peak.disk_bytes, room.disk * nodes, peak.disk),
     ):
         if need > there:
             largest = max(parts, key=lambda part: parts[part])
-            return Overflow(layout=layout, memory=peak, what=what, over=need - there, part=largest)
+            return Overflow(layout=layout, memory=peak, what=what, need=need, there=there, part=largest)
     return None
 
 
@@ -228,13 +239,13 @@ def visit_steps(request: Request, layout: Layout, peak: Memory) -> int:
     most = max(1, request.tokens // (request.rows * request.seq * layout.blocks))
     if layout.cache == "off":
         return min(VISIT_STEPS, most)
-    ranks = layout.data
+    nodes = -(-layout.cards // request.cards_per_node)
     room = {
-        "device": 0.0,
-        "host": HOST_SHARE * max(0.0, request.room.host - peak.host_bytes) * ranks,
-        "disk": DISK_SHARE * max(0.0, request.room.disk - peak.disk_bytes) * -(-ranks // request.cards_per_node),
+        "device": request.room.card - peak.peak,
+        "host": HOST_SHARE * (request.room.host - peak.host_bytes) * layout.cards,
+        "disk": DISK_SHARE * (request.room.disk * nodes - peak.disk_bytes),
     }[layout.cache]
-    subset = room / (request.spec.width * layout.precision.weight)
+    subset = max(0.0, room) / (request.spec.width * layout.precision.weight)
     return min(most, int(subset * request.cache_epochs) // (request.rows * request.seq))
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from blocktrain.blocks.balance import balanced
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.plan.spec import ModelSpec
 
@@ -91,29 +90,64 @@ class Piece:
 def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = None) -> Piece:
     """What a card that holds the chain's layers `stage` (None: all of them) sees of a visit to `block`."""
     chain = stage if stage is not None else range(spec.layers + 2)
-    cuts = _cut(tuple(spec.chain_parameters[index] for index in chain), min(blocks, len(chain)))
-    mine = cuts[min(block, len(cuts) - 1)]
-    active = range(chain.start + mine.start, chain.start + mine.stop)
+    cuts = cut_evenly(spec, chain, min(blocks, len(chain)))
+    active = cuts[min(block, len(cuts) - 1)]
 
     def role(index: int) -> Role:
         return "active" if index in active else "frozen" if index in chain else "absent"
 
-    inner = [index for index in chain if 1 <= index <= spec.layers]
+    def inner(part: range) -> int:
+        return len(range(max(part.start, 1), min(part.stop, spec.layers + 1)))
+
     return Piece(
-        prefix=sum(index < active.start for index in inner),
-        active=sum(index in active for index in inner),
-        tail=sum(index >= active.stop for index in inner),
+        prefix=inner(range(chain.start, active.start)),
+        active=inner(active),
+        tail=inner(range(active.stop, chain.stop)),
         embedding=role(0),
         head=role(spec.layers + 1),
     )
 
 
 @lru_cache(maxsize=4096)
-def _cut(costs: tuple[int, ...], parts: int) -> list[range]:
-    return balanced(costs, parts)
+def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
+    """`balanced` (blocks/balance.py) over the parameters of consecutive layers of a chain, for layers that are alike.
+
+    All blocks but the first, which may hold the embedding, and the last, which may hold the head, share the rest evenly;
+    so only how many layers those two take is searched.
+    """
+    each = spec.layer_parameters
+    before = spec.embedding_parameters if 0 in chain else 0
+    after = spec.head_parameters if spec.layers + 1 in chain else 0
+    layers = len(chain) - (0 in chain) - (spec.layers + 1 in chain)
+    if parts == 1:
+        return (chain,)
+    fair = -(-(before + after + layers * each) // (parts * each)) + 1
+    best: tuple[int, int] | None = None
+    sizes: list[int] = []
+    for last in range(min(layers, layers if parts == 2 else fair), -1 if after else 0, -1):
+        rest = layers - last
+        for first in (rest,) if parts == 2 else range(0 if before else 1, min(rest, fair) + 1):
+            middle, more = divmod(rest - first, max(parts - 2, 1))
+            if (parts > 2 and not middle) or (not first and not before):
+                continue
+            ends = (before + first * each, after + last * each)
+            largest = max(*ends, (middle + bool(more)) * each if parts > 2 else 0)
+            squares = ends[0] ** 2 + ends[1] ** 2
+            squares += ((parts - 2 - more) * middle**2 + more * (middle + 1) ** 2) * each**2
+            if best is None or (largest, squares) < best:
+                best = (largest, squares)
+                sizes = [first, *[middle] * (parts - 2 - more), *[middle + 1] * more, last]
+    sizes[0] += 1 if before else 0
+    stops = [chain.start + sum(sizes[: index + 1]) for index in range(parts - 1)]
+    return tuple(range(start, stop) for start, stop in zip([chain.start, *stops], [*stops, chain.stop], strict=True))
 
 
 def pieces(spec: ModelSpec, blocks: int, pipeline: int = 1) -> tuple[Piece, ...]:
     """What a card may see, over all visits and stages; pieces that are alike are listed once."""
-    stages = _cut(spec.chain_parameters, pipeline)
+    stages = cut_evenly(spec, range(spec.layers + 2), pipeline)
+    return _pieces(spec, blocks, stages)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(spec: ModelSpec, blocks: int, stages: tuple[range, ...]) -> tuple[Piece, ...]:
     return tuple(dict.fromkeys(piece_of(spec, blocks, block, stage) for stage in stages for block in range(blocks)))

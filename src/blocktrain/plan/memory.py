@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from blocktrain.plan.layout import Layout, Piece, pieces
 from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes
@@ -154,14 +155,24 @@ def _largest(spec: ModelSpec, piece: Piece) -> int:
     return max(spec.vocabulary * spec.width if outer else 0, matrix, attention) if piece.active or outer else spec.width
 
 
+@lru_cache(maxsize=1024)
+def _kept_per_token(spec: ModelSpec, dtype: int) -> tuple[float, float, float, float]:
+    """Of a layer, trained and not, and of the head, trained and not."""
+    layer, head = layer_operations(spec, dtype), head_operations(spec, dtype)
+    return (
+        saved_bytes(layer, dtype, trained=True),
+        saved_bytes(layer, dtype, trained=False),
+        saved_bytes(head, dtype, trained=True),
+        saved_bytes(head, dtype, trained=False),
+    )
+
+
 class _Kept:
     """Bytes that the forward pass of one micro-batch keeps, by where."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, piece: Piece, tokens: int):
         dtype = layout.precision.weight
-        operations = layer_operations(spec, dtype)
-        active = tokens * saved_bytes(operations, dtype, trained=True)
-        tail = tokens * saved_bytes(operations, dtype, trained=False)
+        active, tail, trained, frozen = (tokens * kept for kept in _kept_per_token(spec, dtype))
         row = float(spec.width * dtype * tokens)
         per_active, per_tail = (row, row) if layout.checkpointing == "layers" else (active, tail)
         self.layers = piece.active * per_active + piece.tail * per_tail
@@ -172,5 +183,5 @@ class _Kept:
         trained_head = piece.head == "active" or (spec.tied and piece.embedding == "active")
         self.head = 0.0
         if piece.head != "absent":
-            self.head = tokens * saved_bytes(head_operations(spec, dtype), dtype, trained=trained_head)
+            self.head = trained if trained_head else frozen
         self.cached_row = row if layout.cache != "off" else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: it is the key of many small caches
 class ModelSpec:
     """A decoder's shape. `architecture` is its `model_type` in transformers; `settings` rebuild it there."""
 
@@ -63,28 +64,28 @@ class ModelSpec:
         if not 1 <= self.experts_used <= self.experts:
             raise ConfigError(f"{self.name}: a token cannot use {self.experts_used} of {self.experts} experts")
 
-    @property
+    @cached_property
     def family(self) -> Family:
         """Whose operations a layer runs."""
         return FAMILIES[self.architecture]
 
-    @property
+    @cached_property
     def query_width(self) -> int:
         """Of all queries together, and of the attention's output."""
         return self.heads * self.head_width
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         """Of all keys together, and of all values."""
         return self.kv_heads * self.head_width
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """The first layer of the chain; a tied output projection is counted here."""
         positions = self.positions * self.width if self.family == "gpt2" else 0
         return self.vocabulary * self.width + positions
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """One transformer layer."""
         d, q, kv, inner = self.width, self.query_width, self.kv_width, self.inner
@@ -95,23 +96,23 @@ class ModelSpec:
         router = d * self.experts if self.experts > 1 else 0
         return attention + norms + router + self.experts * 3 * d * inner
 
-    @property
+    @cached_property
     def head_parameters(self) -> int:
         """Final norm, and the output projection where it is not tied."""
         norm = 2 * self.width if self.family == "gpt2" else self.width
         return norm + (0 if self.tied else self.vocabulary * self.width)
 
-    @property
+    @cached_property
     def chain_parameters(self) -> tuple[int, ...]:
         """Of each layer of the chain: embedding, transformer layers, head."""
         return (self.embedding_parameters, *[self.layer_parameters] * self.layers, self.head_parameters)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of the whole model."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
 
-    @property
+    @cached_property
     def largest_parameter(self) -> int:
         """Scalars of the largest single tensor of the embedding or head, and of a layer's matrices."""
         experts = self.experts * 2 if self.experts > 1 else 1

@@ -12,13 +12,12 @@ Averaged over the visits of a sweep. Reading a prefix cache hides behind the ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from blocktrain.blocks.balance import balanced
 from blocktrain.plan.hardware import Rates
-from blocktrain.plan.layout import Layout, Piece, piece_of
+from blocktrain.plan.layout import Layout, Piece, cut_evenly, piece_of
 from blocktrain.plan.memory import parameters_of
 from blocktrain.plan.operations import Work, head_operations, layer_operations, loss_operations, work
 from blocktrain.plan.spec import ModelSpec
@@ -70,7 +69,7 @@ def _works(spec: ModelSpec, dtype: int, seq: int) -> tuple[Work, Work, Work]:
 
 def step_time(spec: ModelSpec, layout: Layout, setting: Setting) -> StepTime:
     """Seconds of one optimizer step over `setting.rows` rows."""
-    stages = balanced(spec.chain_parameters, layout.pipeline)
+    stages = cut_evenly(spec, range(spec.layers + 2), layout.pipeline)
     rank_rows = -(-setting.rows // layout.data)
     micro_steps = -(-rank_rows // layout.micro_rows)
     visits = [_visit(spec, layout, setting, stages, index, micro_steps) for index in range(layout.blocks)]
@@ -94,7 +93,7 @@ def step_flops(spec: ModelSpec, layout: Layout, seq: int, block: int) -> float:
 
 
 def _visit(
-    spec: ModelSpec, layout: Layout, setting: Setting, stages: list[range], block: int, micro_steps: int
+    spec: ModelSpec, layout: Layout, setting: Setting, stages: Sequence[range], block: int, micro_steps: int
 ) -> dict[str, float]:
     """A step's parts while `block` is active; the slowest stage sets the pace."""
     pieces = [piece_of(spec, layout.blocks, block, stage) for stage in stages]
