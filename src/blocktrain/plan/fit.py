@@ -59,7 +59,8 @@ class Request:
     precision: str | None = None
     checkpointing: Checkpointing | None = None
     cache: Tier | None = None
-    sharded: bool | None = None  # None: with and without
+    sharded: bool | None = None  # FSDP2 over all data-parallel ranks; None: with and without
+    most_stages: int = 32  # of a pipeline
     cards_per_node: int = 8
     overlap: float = 0.5
     cache_epochs: int = 1
@@ -153,7 +154,7 @@ def layouts(request: Request) -> Iterator[Layout]:
     """All but the micro-batch and the cache: see `_largest_micro_batch` and `_tiers`."""
     for method in request.methods:
         for precision in _precisions(request):
-            for pipeline in (p for p in STAGES if request.cards % p == 0):
+            for pipeline in (p for p in STAGES if request.cards % p == 0 and p <= request.most_stages):
                 data = request.cards // pipeline
                 if data > request.rows or pipeline > request.spec.layers:
                     continue

@@ -99,10 +99,12 @@ def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = Non
     def inner(part: range) -> int:
         return len(range(max(part.start, 1), min(part.stop, spec.layers + 1)))
 
+    below, above = inner(range(chain.start, active.start)), inner(range(active.stop, chain.stop))
+    first_stage = chain.start == 0  # on the others, gradients pass through the layers below the active ones, too
     return Piece(
-        prefix=inner(range(chain.start, active.start)),
+        prefix=below if first_stage else 0,
         active=inner(active),
-        tail=inner(range(active.stop, chain.stop)),
+        tail=above if first_stage else below + above,
         embedding=role(0),
         head=role(spec.layers + 1),
     )
