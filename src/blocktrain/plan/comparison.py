@@ -71,13 +71,14 @@ def _asked(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]
 
 
 def _break_even(request: Request, best: Candidate | None, other: Candidate) -> float | None:
-    """In dollars; on this machine, which has no price, in time."""
+    """In dollars; in card-hours where neither has a price."""
     if best is None or best.layout.blocks == 1:
         return None
     if best.dollars is not None and other.dollars is not None:
         return break_even(float(best.dollars.amount) / request.multiplier.value, float(other.dollars.amount))
     if best.dollars is None and other.dollars is None:
-        return break_even(best.seconds / request.multiplier.value, other.seconds)
+        spent = best.seconds * best.layout.cards / request.multiplier.value
+        return break_even(spent, other.seconds * other.layout.cards)
     return None
 
 

@@ -57,17 +57,17 @@ def _llama(
     )
 
 
-# Table 8 of the paper (arXiv 2506.12037v1): L, H, A. Its Llama rows state a feed-forward width of 5050 and 9200; the
-# L-1.5B row fits 5120, and 9200 fits the others within 3 % (see experiments/economics). Two embeddings of 50257 rows.
+# Table 8 of the paper (arXiv 2506.12037v1): L, H, A. Its memory column fits Llama's vocabulary of 32000 and the stated
+# feed-forward width of 9200 for the three larger Llama sizes, and 50257 and 5120 (stated: 5050) for L-1.5B.
 PAPER = (
     _gpt2("g-1.6b", 30, 2048, 16),
     _gpt2("g-5.4b", 28, 3968, 32),
     _gpt2("g-10b", 56, 3968, 32),
     _gpt2("g-20b", 110, 3968, 32),
     _llama("l-1.5b", (30, 2048, 16, 16, 5120), vocabulary=GPT2_VOCABULARY, positions=1024),
-    _llama("l-6b", (32, 4096, 32, 32, 9200), vocabulary=GPT2_VOCABULARY, positions=1024),
-    _llama("l-11b", (64, 4096, 32, 32, 9200), vocabulary=GPT2_VOCABULARY, positions=1024),
-    _llama("l-23b", (128, 4096, 32, 32, 9200), vocabulary=GPT2_VOCABULARY, positions=1024),
+    _llama("l-6b", (32, 4096, 32, 32, 9200), vocabulary=32000, positions=1024),
+    _llama("l-11b", (64, 4096, 32, 32, 9200), vocabulary=32000, positions=1024),
+    _llama("l-23b", (128, 4096, 32, 32, 9200), vocabulary=32000, positions=1024),
 )
 OTHERS = (
     _gpt2("gpt2", 12, 768, 12),
