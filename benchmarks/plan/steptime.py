@@ -2,9 +2,9 @@
 
     python benchmarks/plan/steptime.py [--rounds 5] [--threads 2] [--out benchmarks/plan/steptime.json]
 
-Each round calibrates, then takes a full step and a step in each of three blocks, for each of three sizes of GPT-2, so that a
-noisy machine disturbs all alike; an error is taken within a round. Medians. fp32, fused AdamW, no prefix cache, activation of
-a block outside the clock.
+Each round calibrates, then takes a full step and a step in each of three blocks, for each of three sizes of GPT-2, so
+that a noisy machine disturbs all alike; an error is taken within a round. Medians. fp32, fused AdamW, no prefix cache,
+activation of a block outside the clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(layers: int, width: int, blocks: int, device: torch.device) -> tuple[A
 def measured(partition: bt.Partition, optimizer: bt.BlockOptimizer, device: torch.device) -> float:
     """Seconds of a step, averaged over the blocks; the second step of each visit."""
     tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ), device=device)
-    seconds = []
+    seconds, elapsed = [], 0.0
     for block in partition:
         with optimizer.visit(block):
             for _ in range(2):
@@ -113,7 +113,8 @@ def main() -> None:
     print("| model | blocks | planned | measured | planned / measured |\n|---|---|---|---|---|")
     for case in result["cases"]:
         print(
-            f"| {case['model']} | {case['blocks']} | {case['planned_seconds']:.3f} s | {case['measured_seconds']:.3f} s | "
+            f"| {case['model']} | {case['blocks']} | {case['planned_seconds']:.3f} s "
+            f"| {case['measured_seconds']:.3f} s | "
             f"{case['ratio']:.2f} ({case['ratios'][0]:.2f} to {case['ratios'][-1]:.2f}) |"
         )
 

@@ -2,7 +2,7 @@
 
     python experiments/economics/economics.py [--write]
 
-Prints the tables; `--write` puts them into README.md (between its markers) and result.json. No GPU, no PyTorch, a second.
+Prints the tables; `--write` puts them into README.md (between its markers) and result.json. Takes a second.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ REDUCTIONS = {
     "13": (A100, None, (1.5, -127.0, -131.8, -78.0), (55.6, -2.4, -4.5, 19.7)),
     "14": (A800, None, (6.4, -114.7, -121.6, -70.5), (57.8, 3.2, 0.08, 23.1)),
 }
-READINGS = (("worst", MULTIPLIERS["worst"]), ("average", MULTIPLIERS["tables"]))
+READINGS = {"worst": MULTIPLIERS["worst"], "average": MULTIPLIERS["tables"]}
 
 # Parameters; bytes a parameter: full Adam 4 + 4 + 8, in blocks 4 + 12 / M; SGD with momentum 4 + 4 + 4, 4 + 8 / M.
 ADAM, SGD = 12.0, 8.0
@@ -93,34 +93,36 @@ def memory_cells() -> Iterator[Cell]:
     for name, (full, thirds) in MEMORY.items():
         for blocks, paper in ((1, full), (3, thirds)):
             ours = bytes_in_blocks(find_model(name).parameters, ADAM, blocks) / 2**30
-            yield _memory("4, 8", name.upper(), "full" if blocks == 1 else "M = 3", paper, ours, "GiB, Adam")
+            yield _memory(("4, 8", name.upper(), "full" if blocks == 1 else "M = 3"), paper, ours, "GiB, Adam")
     for blocks, paper in ((1, 2.01), (3, 1.12)):
         ours = bytes_in_blocks(RESNET14, SGD, blocks) / 2**20
-        yield _memory("10", "ResNet-14", "full" if blocks == 1 else "M = 3", paper, ours, "MiB, SGD with momentum")
+        yield _memory(("10", "ResNet-14", "full" if blocks == 1 else "M = 3"), paper, ours, "MiB, SGD with momentum")
     parameters = TABLE_11["Adam"][1][0] * 1e6 / 16  # its model's size, from its first cell
     for optimizer, (extra, cells) in TABLE_11.items():
         for blocks, paper in enumerate(cells, start=1):
             ours = bytes_in_blocks(parameters, extra, blocks) / 1e6
-            yield _memory("11", f"GPT-2, {optimizer}", f"M = {blocks}", paper, ours, "MB, 152.04M parameters")
+            yield _memory(("11", f"GPT-2, {optimizer}", f"M = {blocks}"), paper, ours, "MB, 152.04M parameters")
 
 
-def _memory(table: str, row: str, column: str, paper: float, ours: float, inputs: str) -> Cell:
+def _memory(place: tuple[str, str, str], paper: float, ours: float, inputs: str) -> Cell:
+    table, row, column = place
     deviation = round((ours / paper - 1) * 100, 2)
-    return Cell(table=table, row=row, column=column, paper=paper, ours=round(ours, 3), deviation=deviation, inputs=inputs)
+    return Cell(
+        table=table, row=row, column=column, paper=paper, ours=round(ours, 3), deviation=deviation, inputs=inputs
+    )
 
 
 def reduction_cells() -> Iterator[Cell]:
     """Tables 5, 6, 7, 12, 13, 14 with the inputs that give the paper's cells; then Table 5 with Table 4's times."""
     for table, (full, card, *papers) in REDUCTIONS.items():
-        for (name, multiplier), cells in zip(READINGS, papers, strict=True):
-            yield from _reductions(table, name, full, card, multiplier, cells)
-    for (name, multiplier), cells in zip(READINGS, REDUCTIONS["5"][2:], strict=True):
-        yield from _reductions("5, times of Table 4", name, FULL_4090, "rtx4090", multiplier, cells)
+        for name, cells in zip(READINGS, papers, strict=True):
+            yield from _reductions(table, name, full, card, cells)
+    for name, cells in zip(READINGS, REDUCTIONS["5"][2:], strict=True):
+        yield from _reductions("5, times of Table 4", name, FULL_4090, "rtx4090", cells)
 
 
-def _reductions(
-    table: str, name: str, full: Times, card: str | None, multiplier: float, cells: Sequence[float]
-) -> Iterator[Cell]:
+def _reductions(table: str, name: str, full: Times, card: str | None, cells: Sequence[float]) -> Iterator[Cell]:
+    multiplier = READINGS[name]
     prices = load_hardware().prices["wuwen"]
     ours_price = prices["rtx4090"].usd_per_hour if card else Decimal(1)
     full_price = prices[card].usd_per_hour if card else Decimal(1)
@@ -149,8 +151,9 @@ def tables(found: Sequence[Cell]) -> str:
     text = []
     for table in dict.fromkeys(cell.table for cell in found):
         mine = [cell for cell in found if cell.table == table]
-        unit = "points" if mine[0].row in dict(READINGS) else "%"
-        text.append(f"\n### Table {table}\n\n| row | column | paper | ours | deviation, {unit} | inputs |\n|---|---|---|---|---|---|")
+        unit = "points" if mine[0].row in READINGS else "%"
+        head = f"| row | column | paper | ours | deviation, {unit} | inputs |"
+        text.append(f"\n### Table {table}\n\n{head}\n|---|---|---|---|---|---|")
         text += [
             f"| {cell.row} | {cell.column} | {cell.paper:g} | {cell.ours:g} | {cell.deviation:+.2f} | {cell.inputs} |"
             for cell in mine

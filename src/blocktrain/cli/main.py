@@ -1,4 +1,4 @@
-"""`blocktrain train | resume | compare | plan | calibrate | report | export | doctor`: arguments, exit codes, and errors as one message.
+"""`blocktrain train | resume | compare | plan | ...`: arguments, exit codes, and errors as one message.
 
 Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one message and nothing half-written;
 128 + signal after Ctrl-C or SIGTERM, with a checkpoint written.

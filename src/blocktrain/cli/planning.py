@@ -219,5 +219,3 @@ def calibrate(options: argparse.Namespace) -> int:
         console.print(f"{name:22} {value}", highlight=False)
     console.print(f"\nstored in {path}; plan with --gpu this-machine", highlight=False, soft_wrap=True)
     return 0
-
-

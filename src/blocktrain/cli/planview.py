@@ -10,7 +10,7 @@ from rich.table import Table
 
 from blocktrain.plan.comparison import Alternative
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.outcome import Outcome, assumptions, at_multipliers, binding, spread
+from blocktrain.plan.outcome import Outcome, assumptions, at_multipliers, binding
 from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
 
 MOST_ROWS = 8
@@ -125,7 +125,9 @@ def _cells(rows: list[tuple[str, float, float]], index: int, width: int, text: A
 def _multipliers(outcome: Outcome, best: Candidate, console: Console) -> None:
     if best.layout.blocks == 1 or best.dollars is None:
         return
-    told = [f"{value:g} ({name}): {money}" for name, value, money in at_multipliers(best, outcome.request.multiplier.value)]
+    told = [
+        f"{value:g} ({name}): {money}" for name, value, money in at_multipliers(best, outcome.request.multiplier.value)
+    ]
     step = best.step_dollars
     cents = "" if step is None else f"a step costs ${float(step.amount):.2g}; "
     console.print(f"\n{cents}to the same loss at a multiplier of " + ", ".join(told), highlight=False)

@@ -27,16 +27,14 @@ TOKENS = 1024  # rows of the matrix products
 PROBE_BYTES = 16 * 2**20
 
 
-def measure(device: torch.device | None = None, *, tries: int = TRIES, width: int = 512) -> Calibration:
+def measure(device: torch.device | None = None, *, tries: int | None = None, width: int = 512) -> Calibration:
     """All rates of `device` (None: the first accelerator, else the CPU). width: of the products on a CPU."""
     device = device or pick_device()
     if device.type != "cpu":
         width = max(width, 4096)
-    clock = _Clock(device, tries)
+    clock = _Clock(device, tries or TRIES)
     dtypes = {4: torch.float32}
-    if device.type != "cpu" and torch.cuda.is_bf16_supported():
-        dtypes[2] = torch.bfloat16
-    elif device.type == "cpu":
+    if (device.type != "cpu" and torch.cuda.is_bf16_supported()) or device.type == "cpu":
         dtypes[2] = torch.bfloat16
     return Calibration(
         device=str(environment(device).get("device", device)),

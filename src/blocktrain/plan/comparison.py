@@ -25,7 +25,7 @@ class Alternative:
 
 
 def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -> list[Alternative]:
-    """Full training on these cards and others, each with as few cards as it fits on (these cards: at least as many)."""
+    """Full training on these cards and others, each with as few cards as it fits on (here at least as many)."""
     found = []
     for label, asked in _asked(request, hardware):
         first = asked.cards if asked.card == request.card else 1
@@ -120,6 +120,7 @@ def _relaxed(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reques
     for card in sorted(hardware.cards.values(), key=lambda card: card.memory_gib):
         larger = (card.memory_gib - hardware.assumed.reserve_gib) * GIB
         if larger > room.card and request.card != THIS_MACHINE:
-            yield f"on {card.title}", replace(
-                free, card=card.name, room=replace(room, card=larger), rates=achievable(card, hardware)
+            yield (
+                f"on {card.title}",
+                replace(free, card=card.name, room=replace(room, card=larger), rates=achievable(card, hardware)),
             )

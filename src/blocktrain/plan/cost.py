@@ -1,8 +1,8 @@
 """From step time to hours and dollars, and what the B-F multiplier does to them (paper sections 4.2.3 and 4.4).
 
-    cost        step seconds x steps x multiplier x cards x price
-    reduction   1 - cost of BCD / cost of full training
-    break-even  the multiplier at which both cost the same
+cost        step seconds x steps x multiplier x cards x price
+reduction   1 - cost of BCD / cost of full training
+break-even  the multiplier at which both cost the same
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from decimal import Decimal
 from blocktrain.errors import ConfigError
 from blocktrain.units import Dollars
 
-# Tokens BCD needs over tokens full training needs, to the same loss: averages and worst of the paper (Adam). Section 4.2.3
-# says 1.39; the paper's own tables 5 to 7 and 12 to 14 were made with 1.25 (see experiments/economics).
+# Tokens BCD needs over tokens full training needs, to the same loss: averages and worst of the paper (Adam). Section
+# 4.2.3 says 1.39; the paper's own tables 5 to 7 and 12 to 14 were made with 1.25 (see experiments/economics).
 MULTIPLIERS: Mapping[str, float] = {"average": 1.39, "worst": 2.77, "tables": 1.25}
 
 

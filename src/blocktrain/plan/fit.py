@@ -1,7 +1,7 @@
 """The search: every sensible layout, whether it fits, what it takes; the cheapest first.
 
-For each way to spread over the cards, block count, precision and checkpointing, the largest micro-batch that fits is taken:
-smaller ones are not faster. Checkpointing is tried where it buys a larger micro-batch than a few rows.
+For each way to spread over the cards, block count, precision and checkpointing, the largest micro-batch that fits is
+taken: smaller ones are not faster. Checkpointing is tried where it buys a larger micro-batch than a few rows.
 """
 
 from __future__ import annotations
@@ -275,9 +275,7 @@ def candidate(request: Request, layout: Layout, peak: Memory) -> Candidate:
     )
 
 
-def room_on(
-    memory_gib: float, reserve_gib: float, host_gib: float, disk_gib: float, *, fragmentation: float
-) -> Room:
+def room_on(memory_gib: float, reserve_gib: float, host_gib: float, disk_gib: float, *, fragmentation: float) -> Room:
     """In bytes, from what people say of a machine."""
     return Room(
         card=(memory_gib - reserve_gib) * GIB, host=host_gib * GIB, disk=disk_gib * GIB, fragmentation=fragmentation

@@ -96,7 +96,9 @@ class Hardware:
         if name.lower() in self.cards:
             return self.cards[name.lower()]
         near = [card for card in self.cards if name.lower() in card or card in name.lower()]
-        hint = f"did you mean {' or '.join(repr(card) for card in near)}?" if near else nearest(name.lower(), self.cards)
+        hint = (
+            f"did you mean {' or '.join(repr(card) for card in near)}?" if near else nearest(name.lower(), self.cards)
+        )
         raise ConfigError(f"GPU '{name}' is unknown; {hint}")
 
     def price(self, card: str, provider: str | None = None) -> Price | None:
@@ -247,6 +249,8 @@ def load_calibration(path: Path | None = None) -> Calibration:
             rates[key] = {int(dtype): float(rate) for dtype, rate in rates[key].items()}
         return Calibration(**{**values, "rates": Rates(**rates)})
     except FileNotFoundError:
-        raise ConfigError(f"this machine has not been measured: run 'blocktrain calibrate' ('{path}' is missing)") from None
+        raise ConfigError(
+            f"this machine has not been measured: run 'blocktrain calibrate' ('{path}' is missing)"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"'{path}' cannot be read ({error}); run 'blocktrain calibrate' again") from None

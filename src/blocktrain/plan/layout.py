@@ -30,7 +30,7 @@ class Precision:
 
 
 FP32 = Precision(name="fp32", weight=4, master=0, gradient=4, moments=8, host=0, updating=0)
-# Writing back: the master's bits and their sum (int32), the half (int16), a mask (bool): see optim/precision.py, `half`.
+# Writing back: the master's bits (int32), the half (int16), a mask (bool): see optim/precision.py, `half`.
 BF16_EXACT = Precision(name="bf16-exact", weight=2, master=4, gradient=4, moments=8, host=2, updating=7)
 PRECISIONS = {precision.name: precision for precision in (FP32, BF16_EXACT)}
 
@@ -114,8 +114,8 @@ def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = Non
 def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
     """`balanced` (blocks/balance.py) over the parameters of consecutive layers of a chain, for layers that are alike.
 
-    All blocks but the first, which may hold the embedding, and the last, which may hold the head, share the rest evenly;
-    so only how many layers those two take is searched.
+    All blocks but the first, which may hold the embedding, and the last, which may hold the head, share the rest
+    evenly; so only how many layers those two take is searched.
     """
     each = spec.layer_parameters
     before = spec.embedding_parameters if 0 in chain else 0

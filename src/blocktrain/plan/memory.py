@@ -4,7 +4,7 @@ A step is a few moments, of which one is the worst:
 
     loss        everything kept is alive, and the logits three times over in fp32
     backward    top layer: everything kept    lower: kept memory falls, gradients of the active layers grow
-    embedding   all gradients; a tied one is made twice and added
+    embedding   all gradients; a tied one is made twice, and added into a third
     update      gradients and moments, no activations
 
 Kept memory and gradients are linear in the layer, so the moments between need not be looked at.
@@ -99,7 +99,9 @@ def _moments(
     shards = layout.shards
     kept = _Kept(spec, layout, piece, tokens)
     offloaded = layout.method == "offload"
-    gathered = 2 * spec.layer_parameters * precision.weight if shards > 1 else 0.0  # this layer's weights and the next's
+    gathered = (
+        2 * spec.layer_parameters * precision.weight if shards > 1 else 0.0
+    )  # this layer's weights and the next's
     base = {
         "weights": precision.weight * whole / shards + gathered,
         "master": 0.0 if offloaded else precision.master * active / shards,
@@ -138,10 +140,14 @@ def _moments(
     if piece.active:
         own = piece.active * spec.layer_parameters
         below = waiting + kept.lowest_active + kept.recomputed
-        yield "backward, first active layer", at(below, gradients=head_scalars + own, workspace=layer_workspace + arriving)
+        yield (
+            "backward, first active layer",
+            at(below, gradients=head_scalars + own, workspace=layer_workspace + arriving),
+        )
     if piece.embedding == "active":
-        again = dtype * spec.vocabulary * spec.width * (2 if tied_early and precision.master else 1)
-        yield "backward, embedding", at(waiting, gradients=active, workspace=float(again if spec.tied else 0) + row)
+        # The engine adds head's and embedding's gradient into a third tensor; a master's sum is made after that.
+        again = dtype * spec.vocabulary * spec.width * (1 if precision.master else 2) if tied_early else 0
+        yield "backward, embedding", at(waiting, gradients=active, workspace=float(again) + row)
     yield "update", at(0.0, gradients=active, workspace=float(precision.updating * _largest(spec, piece)))
     if piece.prefix and layout.cache == "off":
         yield "prefix", at(0.0, workspace=2 * row + 3 * inner)

@@ -101,9 +101,7 @@ def _rms_norm(name: str, width: int, dtype_bytes: int, *, statistics: int = 1, k
 
 def _attention(spec: ModelSpec) -> Operation:
     q, kv = spec.query_width, spec.kv_width
-    return Operation(
-        name="attention", scores=4 * q, moved=2 * (q + kv), keeps=2 * q + 2 * kv, keeps_fp32=spec.heads
-    )
+    return Operation(name="attention", scores=4 * q, moved=2 * (q + kv), keeps=2 * q + 2 * kv, keeps_fp32=spec.heads)
 
 
 def head_operations(spec: ModelSpec, dtype_bytes: int) -> tuple[Operation, ...]:
@@ -120,9 +118,7 @@ def loss_operations(spec: ModelSpec) -> tuple[Operation, ...]:
 
 def saved_bytes(operations: Iterable[Operation], dtype_bytes: int, *, trained: bool) -> float:
     """Kept for the backward pass, per token."""
-    return sum(
-        (op.keeps + (op.keeps_trained if trained else 0)) * dtype_bytes + op.keeps_fp32 * 4 for op in operations
-    )
+    return sum((op.keeps + (op.keeps_trained if trained else 0)) * dtype_bytes + op.keeps_fp32 * 4 for op in operations)
 
 
 @dataclass(frozen=True, kw_only=True)

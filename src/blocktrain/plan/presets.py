@@ -90,9 +90,7 @@ OTHERS = (
         architecture="mixtral",
         experts=(8, 2),
     ),
-    _llama(
-        "qwen2.5-0.5b", (24, 896, 14, 2, 4864), vocabulary=151936, positions=32768, architecture="qwen2", tied=True
-    ),
+    _llama("qwen2.5-0.5b", (24, 896, 14, 2, 4864), vocabulary=151936, positions=32768, architecture="qwen2", tied=True),
     _llama(
         "qwen2.5-1.5b", (28, 1536, 12, 2, 8960), vocabulary=151936, positions=131072, architecture="qwen2", tied=True
     ),

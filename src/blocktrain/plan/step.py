@@ -1,6 +1,6 @@
 """How long a step takes, by part, from counted FLOPs and bytes over the rates a card achieves.
 
-    layer, forward     products / rate + attention / rate + elementwise bytes / memory rate, at least its kernels' launches
+    layer, forward     products / rate + attention / rate + elementwise bytes / memory rate, or its kernels' launches
     layer, backward    active: twice the products; tail: once; attention 2.5 times; elementwise bytes twice
     checkpointing      the forward pass of active and tail layers again
     update             active parameters / rate of a fused AdamW
@@ -92,7 +92,7 @@ def step_flops(spec: ModelSpec, layout: Layout, seq: int, block: int) -> float:
     return seq * (matrix + attention)
 
 
-def _visit(
+def _visit(  # noqa: PLR0917
     spec: ModelSpec, layout: Layout, setting: Setting, stages: Sequence[range], block: int, micro_steps: int
 ) -> dict[str, float]:
     """A step's parts while `block` is active; the slowest stage sets the pace."""
@@ -188,16 +188,18 @@ def _offload(spec: ModelSpec, layout: Layout, rates: Rates) -> float:
     return moved + mine * 28 / rates.host_memory_bytes
 
 
-def _cache(
-    spec: ModelSpec, layout: Layout, setting: Setting, first: Piece, busy: float, micro_steps: int
-) -> float:
-    """Reading stored rows beyond what hides, and this step's share of filling: (M - 1) / M passes a sweep of M visits."""
+def _cache(  # noqa: PLR0917spec: ModelSpec, layout: Layout, setting: Setting, first: Piece, busy: float, micro_steps: int) -> float:
+    """Reading stored rows beyond what hides, and a step's share of filling: (M - 1) / M passes a sweep of M visits."""
     if layout.cache == "off" or layout.blocks == 1:
         return 0.0
     rates, dtype = setting.rates, layout.precision.weight
     tokens = layout.micro_rows * setting.seq * micro_steps
     nbytes = tokens * spec.width * dtype
-    rate = {"device": rates.memory_bytes, "host": rates.host_link_bytes, "disk": min(rates.disk_bytes, rates.host_link_bytes)}
+    rate = {
+        "device": rates.memory_bytes,
+        "host": rates.host_link_bytes,
+        "disk": min(rates.disk_bytes, rates.host_link_bytes),
+    }
     reading = nbytes / rate[layout.cache] if first.prefix else 0.0
     layer = _works(spec, dtype, setting.seq)[0]
     whole = spec.layers / layout.pipeline * _pass(layer, tokens, dtype, rates)

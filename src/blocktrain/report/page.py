@@ -48,7 +48,9 @@ def page(runs: Sequence[RunRecord]) -> str:
         part(run, name) for part in (cachesection.section, _evaluations) for run, name in named
     )
     footer = "".join(_details(run, name) for run, name in named)
-    return document(title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs)))
+    return document(
+        title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs))
+    )
 
 
 def distinct_names(runs: Sequence[RunRecord]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A plan as a page: memory by part against the card's limit, cost against time, and the same tables as in a terminal."""
+"""A plan as a page: memory by part against the card's limit, cost against time, and the layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from blocktrain.report.page import document
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 # Which colour of the palette's parts each part of memory takes (palette.py, PARTS).
-COLOURS = {name: f"p{index}" for index, name in enumerate(("weights", "master", "gradients", "optimizer", "activations"))}
+COLOURS = {
+    name: f"p{index}" for index, name in enumerate(("weights", "master", "gradients", "optimizer", "activations"))
+}
 OTHER = "p5"
 MOST_BARS = 10
 
@@ -55,7 +57,11 @@ def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
         Bar(
             label=name,
             pieces=[
-                (memory.parts.get(part, 0.0), COLOURS.get(part, OTHER), f"{part}: {format_bytes(memory.parts.get(part, 0))}")
+                (
+                    memory.parts.get(part, 0.0),
+                    COLOURS.get(part, OTHER),
+                    f"{part}: {format_bytes(memory.parts.get(part, 0))}",
+                )
                 for part in PARTS
             ],
             text=format_bytes(memory.peak),
@@ -74,7 +80,9 @@ def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
     others = [(item.label + f", {item.cards} x {item.card}", item.candidate) for item in outcome.alternatives]
     points = [(label(item), item, "k0") for item in found]
     points += [(name, item, "k1") for name, item in others if item is not None]
-    priced = [(name, item.seconds / 3600, float(item.dollars.amount), css) for name, item, css in points if item.dollars]
+    priced = [
+        (name, item.seconds / 3600, float(item.dollars.amount), css) for name, item, css in points if item.dollars
+    ]
     if not priced:
         return ""
     x = axis("hours", 0.0, max(hours for _, hours, _, _ in priced) * 1.1)
@@ -83,7 +91,9 @@ def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
         Dot(x=hours, y=usd, title=f"{name}: {hours:.1f} hours, ${usd:,.0f}", colour=css)
         for name, hours, usd, css in priced
     ]
-    items = '<ul class="key"><li><i class="swatch k0"></i>in blocks</li><li><i class="swatch k1"></i>other means</li></ul>'
+    items = (
+        '<ul class="key"><li><i class="swatch k0"></i>in blocks</li><li><i class="swatch k1"></i>other means</li></ul>'
+    )
     chart = line_chart(x, y, [], dots, label="cost against time", height=240)
     note = "dollars against hours, to the same loss at the multiplier below. Hover a dot for its layout."
     return figure("Cost against time", note, items, f'<div class="plot">{chart}</div>')
@@ -111,4 +121,5 @@ def _table(outcome: Outcome, found: Sequence[Candidate]) -> str:
         + "</tr>\n"
         for item in found
     )
-    return f'<div class="scroll"><table><caption>Layouts</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n'
+    body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    return f'<div class="scroll"><table><caption>Layouts</caption>{body}</table></div>\n'

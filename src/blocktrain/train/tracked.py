@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blocktrain.blocks.block import Block, Partition
+from blocktrain.blocks.block import Block
 from blocktrain.blocks.partition import partition as cut_into_blocks
 from blocktrain.model.fake import FakeCopy, fake_copy
 from blocktrain.optim.block_optimizer import BlockOptimizer
@@ -28,7 +28,6 @@ from blocktrain.optim.precision import preset
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.prefix.cut import Cut
-
 
 STEPS = 2  # the second of a visit finds the moments there
 
@@ -90,9 +89,8 @@ def recomputed(model: nn.Module, layers: Iterable[str]) -> Iterator[None]:
             del layer.forward
 
 
-
 def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int) -> dict[int, int]:
-    """Peak bytes on one card of a visit's second step, by block: of the first, a middle and the last, which differ most."""
+    """Peak bytes on one card of a visit's second step, by block: the first, a middle and the last."""
     fake = fake_copy(meta_model(spec))
     partition = cut_into_blocks(fake.model, num_blocks=layout.blocks)
     optimizer = BlockOptimizer(
@@ -101,24 +99,24 @@ def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int) -> dict[int, int]
     layers = [layer.name for layer in partition.chain.layers[1:-1]] if layout.checkpointing == "layers" else []
     blocks = [partition[index] for index in sorted({0, layout.blocks // 2, layout.blocks - 1})]
     with recomputed(fake.model, layers):
-        return {block.index: _peak(fake, partition, optimizer, block, layout, seq) for block in blocks}
+        return {block.index: _peak(fake, optimizer, block, layout, seq) for block in blocks}
 
 
-def _peak(
-    fake: FakeCopy, partition: Partition, optimizer: BlockOptimizer, block: Block, layout: Layout, seq: int
-) -> int:
+def _peak(fake: FakeCopy, optimizer: BlockOptimizer, block: Block, layout: Layout, seq: int) -> int:
+    partition = optimizer.partition
     first = partition.chain.layers.index(block.layers[0])
     level = first if layout.cache != "off" else 0
     ids = torch.zeros(layout.micro_rows, seq, dtype=torch.long)
     weight = next(fake.model.parameters())
     cut = Cut(partition.chain)
+    width = cast(Any, fake.model.config).hidden_size
     live = LiveBytes()
     with fake.running(), live:
         live.add([*fake.model.parameters(), *fake.model.buffers()])
         with optimizer.visit(block):
             for _ in range(STEPS):
                 live.peak = live.now
-                hidden = weight.new_empty(layout.micro_rows, seq, fake.model.config.hidden_size) if level else None
+                hidden = weight.new_empty(layout.micro_rows, seq, width) if level else None
                 with cut.running(level=level, hidden=hidden):
                     fake.model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
