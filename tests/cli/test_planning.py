@@ -44,7 +44,7 @@ def test_it_answers_in_a_second_without_torch() -> None:
     )
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = _cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         seconds.append(_cpu_seconds_of_children() - start)
         assert done.returncode == 0, done.stderr

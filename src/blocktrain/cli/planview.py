@@ -125,9 +125,8 @@ def _cells(rows: list[tuple[str, float, float]], index: int, width: int, text: A
 def _multipliers(outcome: Outcome, best: Candidate, console: Console) -> None:
     if best.layout.blocks == 1 or best.dollars is None:
         return
-    told = [
-        f"{value:g} ({name}): {money}" for name, value, money in at_multipliers(best, outcome.request.multiplier.value)
-    ]
+    own = outcome.request.multiplier.value
+    told = [f"{value:g} ({name}): {usd}" for name, value, usd in at_multipliers(best, own)]
     step = best.step_dollars
     cents = "" if step is None else f"a step costs ${float(step.amount):.2g}; "
     console.print(f"\n{cents}to the same loss at a multiplier of " + ", ".join(told), highlight=False)
@@ -165,8 +164,8 @@ def _nothing_fits(outcome: Outcome, console: Console) -> None:
     if over is not None:
         layout = over.layout
         console.print(
-            f"Nearest: {layout.method}, {layout.blocks} block(s), {layout.precision.name}, {layout.micro_rows} row(s) at a "
-            f"time, checkpointing {layout.checkpointing}: needs {format_bytes(over.need)} of {over.what}, there are "
+            f"Nearest: {layout.method}, {layout.blocks} block(s), {layout.precision.name}, {layout.micro_rows} row(s) "
+            f"at a time, checkpointing {layout.checkpointing}: needs {format_bytes(over.need)} of {over.what}, there are "
             f"{format_bytes(over.there)}; its largest part is {over.part}.",
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""The commands that show or hand over what a run made: `report`, `export`; and the table at a run's end."""
+"""The commands that show or hand over what a run made: `report`, `export`, `config`; and the table at a run's end."""
 
 from __future__ import annotations
 
@@ -44,16 +44,40 @@ def report(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """`blocktrain export DIR OUT`."""
+    """`blocktrain export DIR OUT [--push owner/name]`."""
     from blocktrain.cli.live import quiet_libraries
+    from blocktrain.integrations.card import write_card
+    from blocktrain.integrations.hub import check_repository, push
     from blocktrain.train.export import export as export_run
     from blocktrain.train.folder import RunFolder
 
+    if options.push is not None:
+        check_repository(options.push)
     quiet_libraries()
-    out = export_run(RunFolder(options.run), options.out)
+    folder = RunFolder(options.run)
+    out = export_run(folder, options.out, also=lambda place: write_card(folder, place))
+    address = None if options.push is None else push(out, options.push, public=options.public)
     if options.json:
-        json.dump({"exported": str(out)}, sys.stdout)
+        json.dump({"exported": str(out), "pushed": address}, sys.stdout)
         print()
+        return 0
+    print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    if address is not None:
+        print(f"pushed to {address}")
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """`blocktrain config`."""
+    from rich.markdown import Markdown
+
+    from blocktrain.train.describe import page, tables
+
+    if options.json:
+        json.dump([asdict(item) for item in tables()], sys.stdout, indent=1)
+        print()
+    elif sys.stdout.isatty():
+        Console().print(Markdown(page()))
     else:
-        print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        print(page(), end="")
     return 0

@@ -42,8 +42,8 @@ def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -
                 )  # fmt: skip
                 break
         else:
-            found.append(Alternative(label=label, card=asked.card, cards=counts[-1] if counts else first, candidate=None,
-                                     break_even=None))  # fmt: skip
+            most = counts[-1] if counts else first
+            found.append(Alternative(label=label, card=asked.card, cards=most, candidate=None, break_even=None))
     return found
 
 

@@ -95,8 +95,8 @@ def _layer_norm(name: str, width: int) -> Operation:
 
 def _rms_norm(name: str, width: int, dtype_bytes: int, *, statistics: int = 1, kernels: int = 6) -> Operation:
     """Written in elementary operations in fp32: `weight * (x * rsqrt(mean(x^2))).to(dtype)`."""
-    return Operation(name=name, moved=11 * width * max(1, 3 / dtype_bytes), kernels=kernels, keeps_fp32=width + statistics,
-                     keeps_trained=width)  # fmt: skip
+    moved = 11 * width * max(1, 3 / dtype_bytes)
+    return Operation(name=name, moved=moved, kernels=kernels, keeps_fp32=width + statistics, keeps_trained=width)
 
 
 def _attention(spec: ModelSpec) -> Operation:

@@ -72,7 +72,9 @@ def step_time(spec: ModelSpec, layout: Layout, setting: Setting) -> StepTime:
     stages = cut_evenly(spec, range(spec.layers + 2), layout.pipeline)
     rank_rows = -(-setting.rows // layout.data)
     micro_steps = -(-rank_rows // layout.micro_rows)
-    visits = [_visit(spec, layout, setting, stages, index, micro_steps) for index in range(layout.blocks)]
+    visits = [
+        _visit(spec, layout, setting, stages, block=index, micro_steps=micro_steps) for index in range(layout.blocks)
+    ]
     parts = {part: sum(visit[part] for visit in visits) / len(visits) for part in PARTS}
     flops = sum(step_flops(spec, layout, setting.seq, index) for index in range(layout.blocks)) / layout.blocks
     return StepTime(parts=parts, flops=flops * setting.rows)
@@ -92,8 +94,8 @@ def step_flops(spec: ModelSpec, layout: Layout, seq: int, block: int) -> float:
     return seq * (matrix + attention)
 
 
-def _visit(  # noqa: PLR0917
-    spec: ModelSpec, layout: Layout, setting: Setting, stages: Sequence[range], block: int, micro_steps: int
+def _visit(
+    spec: ModelSpec, layout: Layout, setting: Setting, stages: Sequence[range], *, block: int, micro_steps: int
 ) -> dict[str, float]:
     """A step's parts while `block` is active; the slowest stage sets the pace."""
     pieces = [piece_of(spec, layout.blocks, block, stage) for stage in stages]
@@ -106,7 +108,7 @@ def _visit(  # noqa: PLR0917
     communication = max(_communication(spec, layout, setting, piece, micro_steps) for piece in pieces)
     parts["communication"] = communication - min(communication * setting.overlap, parts["backward"])
     parts["offload"] = _offload(spec, layout, setting.rates)
-    parts["cache"] = _cache(spec, layout, setting, pieces[0], turn * micro_steps, micro_steps)
+    parts["cache"] = _cache(spec, layout, setting, pieces[0], busy=turn * micro_steps, micro_steps=micro_steps)
     return parts
 
 
@@ -188,7 +190,7 @@ def _offload(spec: ModelSpec, layout: Layout, rates: Rates) -> float:
     return moved + mine * 28 / rates.host_memory_bytes
 
 
-def _cache(  # noqa: PLR0917spec: ModelSpec, layout: Layout, setting: Setting, first: Piece, busy: float, micro_steps: int) -> float:
+def _cache(spec: ModelSpec, layout: Layout, setting: Setting, first: Piece, *, busy: float, micro_steps: int) -> float:
     """Reading stored rows beyond what hides, and a step's share of filling: (M - 1) / M passes a sweep of M visits."""
     if layout.cache == "off" or layout.blocks == 1:
         return 0.0
