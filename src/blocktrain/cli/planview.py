@@ -165,7 +165,8 @@ def _nothing_fits(outcome: Outcome, console: Console) -> None:
         layout = over.layout
         console.print(
             f"Nearest: {layout.method}, {layout.blocks} block(s), {layout.precision.name}, {layout.micro_rows} row(s) "
-            f"at a time, checkpointing {layout.checkpointing}: needs {format_bytes(over.need)} of {over.what}, there are "
+            f"at a time, checkpointing {layout.checkpointing}: needs {format_bytes(over.need)} of {over.what}, there "
+            "are "
             f"{format_bytes(over.there)}; its largest part is {over.part}.",
             highlight=False,
         )
