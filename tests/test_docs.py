@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers as hf
 
+import blocktrain as bt
 from blocktrain.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,19 @@ def batches(_visit: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": tokens, "labels": tokens}
 
 
+def a_loops_names() -> dict[str, Any]:
+    model = tiny_model()
+    partition = bt.partition(model, num_blocks=3)
+    optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-3)
+    return {
+        "model": model,
+        "partition": partition,
+        "optimizer": optimizer,
+        "block": partition[1],
+        "batch": next(batches(None)),
+    }
+
+
 def for_a_trainer() -> dict[str, Any]:
     """`args` and `rows` of a Hugging Face Trainer, where there is one."""
     if find_spec("accelerate") is None:
@@ -53,10 +67,11 @@ def for_a_trainer() -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`, a trainer's
-    `args` and `rows`. Code for a package that is not installed is left out."""
+    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`, a `block` of
+    its `partition` and the `optimizer`, a trainer's `args` and `rows`. Code for a package that is not installed is left
+    out."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"model": tiny_model(), "batches": batches, **for_a_trainer()}
+    names: dict[str, Any] = {"bt": bt, "torch": torch, "batches": batches, **a_loops_names(), **for_a_trainer()}
     for code in fenced(page, "python"):
         needed = {package for word, package in NEEDED.items() if word in code}
         if any(find_spec(package) is None for package in needed):

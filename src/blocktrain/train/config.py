@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]  [tracking]
+[optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [tracking]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from blocktrain.blocks.checkpointing import Boundaries
 from blocktrain.blocks.partition import Balance
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
@@ -19,9 +20,10 @@ from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError
+from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import Moments, preset
 from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import Plateau, RunLimit
@@ -82,6 +84,7 @@ class OptimizerConfig:
     decay: what is decayed: "weights" leaves norms and biases out.
     weight_decay: none is the class's own default; norms and biases are left out unless `decay = "all"`.
     state: where a block's moments stay until its next visit.
+    moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     """
 
@@ -91,6 +94,7 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     decay: Literal["weights", "all"] = "weights"
     state: Literal["drop", "host", "disk"] = "drop"
+    moments: Moments = "fp32"
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +102,30 @@ class OptimizerConfig:
             raise ConfigError(f"lr must be positive, not {self.lr:g}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a step keeps on the device, and what it pays to keep less.
+
+    frozen: where frozen weights are while no layer runs with them; "host" copies them to the device one layer ahead.
+    checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
+    boundaries: where those inputs wait: on the "device", or on the "host".
+    loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
+    kernels: "liger" takes Liger's norms and activations (CUDA); "auto" where installed.
+    """
+
+    frozen: Literal["device", "host"] = "device"
+    checkpointing: Literal["off", "layers"] = "off"
+    boundaries: Boundaries = "device"
+    loss_chunk: int | None = None
+    kernels: Kernels = "torch"
+
+    def __post_init__(self) -> None:
+        if self.boundaries == "host" and self.checkpointing == "off":
+            raise ConfigError("boundaries = 'host' says where checkpointed inputs wait: set checkpointing = 'layers'")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(f"loss_chunk must be at least 1 token, not {self.loss_chunk}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +214,8 @@ class RunConfig:
     name: in reports, and of the run's folder.
     seed: decides weights, data order, dropout and block order.
     device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
-    precision: "fp32", or "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit.
+    precision: "fp32"; "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit; "int8", "nf4": the same, with
+        frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
     on_nonfinite: what becomes of a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
     """
@@ -209,6 +238,7 @@ class RunConfig:
     stop: RunLimit = field(default_factory=RunLimit)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: LearningRate = field(default_factory=LearningRate)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -222,6 +252,8 @@ class RunConfig:
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
         if self.images is None and self.sampling.variants is not None:
             raise ConfigError("sampling.variants is for augmented images; leave it out for text")
+        if (self.text or self.chat) is None and self.memory.loss_chunk is not None:
+            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images] and [labelled]")
         if self.chat is None and self.evaluation.generate:
             raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.log_every < 1:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from blocktrain.blocks.activation import evaluating
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.model.kernels import choose_kernels
 from blocktrain.model.load import load_model
+from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
+from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import OptimizerConfig, RunConfig
 from blocktrain.train.opening import open_task, require_apart
-from blocktrain.train.task import Task
+from blocktrain.train.task import Task, to_device
 from blocktrain.units import Pace
 
 
@@ -80,6 +84,10 @@ def build(config: RunConfig, folder: Path) -> Job:
         balance=blocks.balance,
         batch=batch,
     )
+    choose_kernels(config.memory.kernels, device)
+    if config.memory.loss_chunk is not None:
+        with evaluating(model):
+            check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
         visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
     )
@@ -123,7 +131,8 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         parts,
         cls,
         state=_store(options, folder),
-        precision=preset(config.precision),
+        precision=replace(preset(config.precision), moments=options.moments),
+        frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         **keywords,

@@ -25,6 +25,7 @@ from typing import Any
 from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, read_events
+from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
@@ -34,6 +35,7 @@ from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.measure import opening_events
+from blocktrain.train.memory import saving_memory
 from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.progress import Progress
 from blocktrain.train.step import StepResult, train_step
@@ -66,7 +68,7 @@ class Loop:
         self.folder.add_session(step=self.progress.step)
         try:
             self._open(resumed=saved > 0)
-            with self._prefixed:
+            with saving_memory(self.job.partition, self.job.config.memory), self._prefixed:
                 self._train()
         finally:
             self._log.close()
@@ -78,6 +80,8 @@ class Loop:
         self._prefixed = PrefixedSteps(self.job, self.folder.path, opening[1]["flops"]["forward_layers"])
         for event in opening:
             (self._tell if resumed else self._emit)(event)
+        if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
+            apply_liger(self.job.model)  # after counting: its kernels run on no tensor without memory
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -89,6 +93,9 @@ class Loop:
             if progress.run_over:
                 break
             with job.optimizer.visit(visit.block):
+                following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
+                if following is not None:
+                    job.optimizer.expect(following.block)
                 self._visit(visit)
             self._retire(visit)
         self._finish()
