@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blocktrain.blocks.block import Block
 from blocktrain.optim.master import Masters
@@ -36,6 +36,15 @@ class Active:
     def state_bytes(self) -> int:
         """Bytes of the state's tensors."""
         return sum(v.nbytes for entries in self.state().values() for v in entries.values() if torch.is_tensor(v))
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What exists only during the visit, by part of memory: "master", "gradients", "moments"."""
+        weights = self.block.parameters
+        return {
+            "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],  # else it is they
+            "gradients": [p.grad for p in self.trained.values() if p.grad is not None],
+            "moments": [v for entries in self.state().values() for v in entries.values() if torch.is_tensor(v)],
+        }
 
     def restore(self, state: BlockState) -> None:
         """Give each optimizer a copy of the state of its parameters, on the device where it expects it."""

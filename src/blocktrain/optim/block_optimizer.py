@@ -75,6 +75,19 @@ class BlockOptimizer:
         release(partition)
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
 
+    def over(self, partition: Partition) -> BlockOptimizer:
+        """One made like this, over another partition (of a copy of the model), that keeps no moments."""
+        (cls, options), others, undecayed = self.recipe.arguments
+        return BlockOptimizer(
+            partition,
+            cls,
+            precision=self.precision,
+            undecayed=undecayed,
+            frozen_dropout=self.frozen_dropout,
+            others=others,
+            **options,
+        )
+
     # -- visits ---------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -161,6 +174,12 @@ class BlockOptimizer:
         """Set every group's rate to `factor` times the rate it was built with."""
         for group in self.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this optimizer holds beside the weights, by part of memory: the visit's "master", "gradients" and
+        "moments"; on the "host", what frozen blocks left there."""
+        kept = [tensor for remainders in self._remainders for tensor in remainders.values()]
+        return {"host": kept, **({} if self._active is None else self._active.tensors())}
 
     def state_bytes(self) -> int:
         """Bytes of the active optimizer's state tensors (for Adam: both moments and the step counts)."""

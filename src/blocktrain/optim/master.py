@@ -83,7 +83,7 @@ def lower(parameters: Mapping[str, nn.Parameter]) -> Remainders:
     remainders = {}
     for name, parameter in parameters.items():
         if parameter.dtype == torch.bfloat16:
-            remainders[name] = torch.zeros(parameter.shape, dtype=torch.int16)
+            remainders[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
         else:
             parameter.data, remainder = split(parameter.data.float())
             remainders[name] = remainder.cpu()
