@@ -6,16 +6,16 @@
                             ^ peak = a + b + c
 
 A dispatch mode sees every tensor an operation returns and learns by a weak reference when its storage dies, as
-PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` does; both find the same peak to the byte, on real and on
-fake tensors (`tests/model/test_tracker.py`). Why not MemTracker itself (found by running it, PyTorch 2.13):
+PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` does; both find the same peak to the byte, on real and
+on fake tensors (`tests/model/test_tracker.py`). Why not MemTracker itself (found by running it, PyTorch 2.13):
 
 - It registers a gradient hook on each parameter of a module it meets, and fails where one is frozen
   ("cannot register a hook on a tensor that doesn't require gradient"): `requires_grad` must be set on all of them.
-- It installs these hooks once. What is unfrozen later has none, so the gradients of a next visit count as `Temp`.
 - A second forward pass of the same model is an error until `reset_mod_stats()`.
-- Its kinds are fixed: frozen and active weights are both `Parameter`, a master and logits both `Activation`, and a
-  master's gradient, which a hook makes from the weight's, `Temp`.
-- It copies a snapshot for every module at every new maximum: 2.6 times the time of this file on a 12-layer Llama.
+- Its kinds are fixed: frozen and active weights are both `Parameter`, a master and logits both `Activation`; a master's
+  gradient, which a hook makes from the weight's, is `Temp`.
+- It walks over every module it has met at every operation: a step of a fake 12-layer Llama takes it 3.4 s of processor
+  time, this file 0.5 s, the step alone 0.4 s.
 
 Neither sees what never is a tensor: the workspace inside a kernel (cuBLAS, attention on a CPU), what the allocator
 rounds up or keeps (a GPU's blocks of 512 bytes), and storages resized behind PyTorch's back. Fake tensors of another

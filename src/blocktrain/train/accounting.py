@@ -1,7 +1,7 @@
 """What memory a run will need, by part, before it takes it: its own steps, taken on a copy without memory.
 
-Each block is activated, trained for two steps and retired by the code that trains the real model; in the second step
-its moments are there from the beginning, as in every later one. `model/tracker.py` tells what was alive at the worst
+Each block is activated, trained and retired by the code that trains the real model. A first step on gradients of zero
+makes the moments, so that the step that counts is like every later one. `model/tracker.py` tells what was alive at the worst
 moment and whose it was:
 
     frozen        weights at rest                       active        weights of the block (a shared matrix: whole)
@@ -16,10 +16,12 @@ there) is kept apart by label. Moments kept between visits and a prefix cache li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blocktrain.blocks.block import Block, Partition
@@ -50,21 +52,53 @@ def predicted_peaks(optimizer: BlockOptimizer, step: StepShape, *, partition: Pa
     partition: another division of the same model to try; full training is `partition.undivided`.
 
     Nothing of the model, the optimizer or the random numbers changes. The batch is real and on the model's device.
+    Of blocks with the same shapes the lowest and the highest are visited, and those between them lie on the line: a
+    peak is a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
     copy = optimizer.over((partition or optimizer.partition).over(fake.model))
+    ends = {index for alike in _alike(copy.partition) for index in (alike[0], alike[-1])}
+    visited = [block for block in copy.partition if block.index in ends]
     with fake.running(), any_number():
-        return list(visited_peaks(copy, step))
+        known = dict(zip(sorted(ends), visited_peaks(copy, step, blocks=visited), strict=True))
+    for alike in _alike(copy.partition):
+        low, high = alike[0], alike[-1]
+        bottom, top = (_height(copy.partition, copy.partition[end]) for end in (low, high))
+        for index in alike[1:-1]:
+            share = (_height(copy.partition, copy.partition[index]) - bottom) / max(top - bottom, 1)
+            known[index] = _between(known[low], known[high], share)
+    return [known[index] for index in range(len(copy.partition))]
 
 
-def visited_peaks(optimizer: BlockOptimizer, step: StepShape) -> Iterator[Peak]:
-    """Trains each block for two steps, in order, and tells the peak of its visit, activation and retirement included.
+def _alike(partition: Partition) -> list[list[int]]:
+    """Indices of blocks whose parameters have the same shapes and places in their layers, in order."""
+    groups: dict[Any, list[int]] = {}
+    for block in partition:
+        shapes = tuple((len(block.part(name, p)), p.shape, p.dtype) for name, p in block.parameters.items())
+        groups.setdefault((len(block.layers), shapes), []).append(block.index)
+    return list(groups.values())
 
-    On real tensors this is training as any other, and the peak what it really took.
-    """
+
+def _height(partition: Partition, block: Block) -> int:
+    return partition.chain.layers.index(block.layers[0])
+
+
+def _between(low: Peak, high: Peak, share: float) -> Peak:
+    parts = {
+        part: round((1 - share) * low.parts.get(part, 0) + share * high.parts.get(part, 0))
+        for part in {**low.parts, **high.parts}
+    }
+    return replace(low, parts=dict(sorted(parts.items(), key=lambda item: -item[1])))
+
+
+def visited_peaks(
+    optimizer: BlockOptimizer, step: StepShape, *, blocks: Iterable[Block] | None = None
+) -> Iterator[Peak]:
+    """Visits each of `blocks` (all, in order) for two steps, the first on gradients of zero; the peaks of these visits,
+    activation and retirement included. On real tensors this is real training, and the peak what it took."""
     model = optimizer.partition.model
     with MemoryTracker(logits_width=logits_width(optimizer.partition)) as tracker:
-        for block in optimizer.partition:
+        for block in optimizer.partition if blocks is None else blocks:
             tracker.label("frozen", model.parameters())
             tracker.label("buffers", model.buffers())
             tracker.label("inputs", step.inputs)
@@ -72,8 +106,8 @@ def visited_peaks(optimizer: BlockOptimizer, step: StepShape) -> Iterator[Peak]:
             tracker.reset_peak()
             with optimizer.visit(block), _labelled_gradients(tracker, block):
                 tracker.label("active", block.parameters.values())
-                for _ in range(2):
-                    _take(step, optimizer, tracker)
+                _make_moments(optimizer)
+                _take(step, optimizer, tracker)
             _label(tracker, optimizer)
             yield tracker.peak()
 
@@ -82,6 +116,15 @@ def logits_width(partition: Partition) -> int | None:
     """The size of the vocabulary: rows of the last matrix of the chain's last layer."""
     matrices = [p for _, p in partition.chain.layers[-1].named_parameters() if p.dim() == 2]
     return matrices[-1].shape[0] if matrices else None
+
+
+def _make_moments(optimizer: BlockOptimizer) -> None:
+    """A step on gradients of zero, so that the next one is like all later ones."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _take(step: StepShape, optimizer: BlockOptimizer, tracker: MemoryTracker) -> None:

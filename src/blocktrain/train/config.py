@@ -84,15 +84,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Rows (sequences or images) of one optimizer step; `micro_rows` at a time, gradients accumulating in fp32."""
+    """Rows (sequences or images) of one optimizer step; `micro_rows` at a time, gradients accumulating in fp32.
+
+    micro_rows: None is all at once; "auto" the most that fit into the memory that is free when the run starts.
+    """
 
     rows: int = 8
-    micro_rows: int | None = None
+    micro_rows: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ConfigError(f"rows must be at least 1, not {self.rows}")
-        if self.micro_rows is not None and (self.micro_rows < 1 or self.rows % self.micro_rows):
+        if isinstance(self.micro_rows, int) and (self.micro_rows < 1 or self.rows % self.micro_rows):
             raise ConfigError(f"micro_rows = {self.micro_rows} must divide rows = {self.rows}")
 
 

@@ -67,10 +67,9 @@ def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: St
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
-    micro = job.config.batch.micro_rows or len(rows.rows)
-    parts = rows.split(micro)
+    parts = rows.split(job.micro_rows)
     loss = 0.0
-    for part, coming in zip(parts, [*parts[1:], following.split(micro)[0]], strict=True):
+    for part, coming in zip(parts, [*parts[1:], following.split(job.micro_rows)[0]], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):
             prefixed.prefetch(coming)

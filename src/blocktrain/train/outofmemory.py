@@ -1,0 +1,73 @@
+"""Out of memory is met with a plan: which part was the largest, and what changes would save how much.
+
+The parts are those that were tracked at the start (see `accounting.py`), the savings arithmetic on them:
+
+    batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
+    blocks.count M -> 2M        master, gradients, moments and the block's own activations to about half
+    precision = bf16-exact      weights to half; the active block gets a master of 4 bytes for each of its parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from blocktrain.errors import OutOfMemoryError
+from blocktrain.events import Event
+from blocktrain.runtime import free_memory_bytes, is_out_of_memory
+from blocktrain.train.job import Job
+from blocktrain.units import format_bytes
+
+Parts = Mapping[str, int]
+
+BY_ROWS = ("activations", "logits", "inputs")
+BY_BLOCK = ("master", "gradients", "moments")
+
+
+@contextmanager
+def planned(job: Job, memory: Event, doing: str) -> Iterator[None]:
+    """Turn an allocation that failed inside into an `OutOfMemoryError` with a plan.
+
+    memory: the record `memory`. doing: what was going on, to say so.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return
+    # Out of the `except`: the error's traceback holds tensors that are to be freed now.
+    active = job.optimizer.active
+    blocks = memory["blocks"] if active is None else [memory["blocks"][active.index]]
+    parts = max((block["parts"] for block in blocks), key=lambda parts: sum(parts.values()))
+    raise OutOfMemoryError(f"out of memory {doing}; {plan(job, parts)}; the last checkpoint is as it was")
+
+
+def plan(job: Job, parts: Parts) -> str:
+    """The largest part and the changes that would save most, as the end of a message."""
+    name, largest = max(parts.items(), key=lambda item: item[1])
+    others = ", ".join(f"{part} {format_bytes(count)}" for part, count in parts.items() if part != name)
+    free = format_bytes(free_memory_bytes(job.device))
+    said = f"the largest part of a step is {name}, {format_bytes(largest)} (beside {others}); {free} are free. "
+    found = sorted(savings(job, parts).items(), key=lambda item: -item[1])
+    steps = "; ".join(f"{change} saves about {format_bytes(saved)}" for change, saved in found)
+    return said + (f"Train anew with: {steps}" if steps else "Take a machine with more memory, or a smaller model")
+
+
+def savings(job: Job, parts: Parts) -> dict[str, int]:
+    """What to change -> bytes saved, nearest changes only; those that save nothing are left out."""
+    config, rows = job.config, job.micro_rows
+    smaller = max((count for count in range(1, rows) if config.batch.rows % count == 0), default=rows)
+    by_rows, by_block = (sum(parts.get(part, 0) for part in names) for names in (BY_ROWS, BY_BLOCK))
+    found = {f"batch.micro_rows {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
+    blocks, layers = len(job.partition), len(job.partition.chain.layers)
+    if config.blocks.patterns is None and config.blocks.largest is None and blocks < layers:
+        more = min(2 * blocks, layers)
+        found[f"blocks.count {blocks} -> {more}"] = by_block * (more - blocks) // more
+    else:
+        scalars = max(block.num_parameters for block in job.partition)
+        found[f"blocks.largest = {scalars // 2}"] = by_block // 2
+    if config.precision == "fp32":
+        found["precision = 'bf16-exact'"] = (parts.get("frozen", 0) - parts.get("active", 0)) // 2
+    return {change: saved for change, saved in found.items() if saved > 0}
