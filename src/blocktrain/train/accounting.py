@@ -1,8 +1,8 @@
 """What memory a run will need, by part, before it takes it: its own steps, taken on a copy without memory.
 
 Each block is activated, trained and retired by the code that trains the real model. A first step on gradients of zero
-makes the moments, so that the step that counts is like every later one. `model/tracker.py` tells what was alive at the worst
-moment and whose it was:
+makes the moments, so that the step that counts is like every later one. `model/tracker.py` tells what was alive at the
+worst moment and whose it was:
 
     frozen        weights at rest                       active        weights of the block (a shared matrix: whole)
     master        their fp32 copies                     gradients     as accumulated, and on their way there
@@ -71,11 +71,16 @@ def predicted_peaks(optimizer: BlockOptimizer, step: StepShape, *, partition: Pa
 
 
 def _alike(partition: Partition) -> list[list[int]]:
-    """Indices of blocks whose parameters have the same shapes and places in their layers, in order."""
+    """Indices of blocks whose parameters have the same shapes and places in layers of the same kind, in order."""
     groups: dict[Any, list[int]] = {}
     for block in partition:
-        shapes = tuple((len(block.part(name, p)), p.shape, p.dtype) for name, p in block.parameters.items())
-        groups.setdefault((len(block.layers), shapes), []).append(block.index)
+        places = {path: type(module).__name__ for layer in block.layers for path, module in layer.modules.items()}
+        kind = []
+        for name, parameter in block.parameters.items():
+            path = next(path for path in places if name.startswith(f"{path}."))
+            rows = len(block.part(name, parameter))
+            kind.append((places[path], name.removeprefix(path), rows, parameter.shape, parameter.dtype))
+        groups.setdefault((len(block.layers), *kind), []).append(block.index)
     return list(groups.values())
 
 

@@ -3,12 +3,13 @@
 The parts are those that were tracked at the start (see `accounting.py`), the savings arithmetic on them:
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
-    blocks.count M -> 2M        master, gradients, moments and the block's own activations to about half
+    blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
     precision = bf16-exact      weights to half; the active block gets a master of 4 bytes for each of its parameters
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -35,13 +36,12 @@ def planned(job: Job, memory: Event, doing: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    else:
-        return
-    # Out of the `except`: the error's traceback holds tensors that are to be freed now.
-    active = job.optimizer.active
-    blocks = memory["blocks"] if active is None else [memory["blocks"][active.index]]
-    parts = max((block["parts"] for block in blocks), key=lambda parts: sum(parts.values()))
-    raise OutOfMemoryError(f"out of memory {doing}; {plan(job, parts)}; the last checkpoint is as it was")
+        traceback.clear_frames(error.__traceback__)  # frees the tensors of the step that failed
+        active = job.optimizer.active
+        blocks = memory["blocks"] if active is None else [memory["blocks"][active.index]]
+        parts = max((block["parts"] for block in blocks), key=lambda parts: sum(parts.values()))
+        said = f"out of memory {doing}; {plan(job, parts)}; the last checkpoint is as it was"
+        raise OutOfMemoryError(said) from None
 
 
 def plan(job: Job, parts: Parts) -> str:
