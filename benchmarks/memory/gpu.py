@@ -47,6 +47,7 @@ Step = Callable[[], None]  # what each method's context hands out: the call to b
 def build(size: str, device: torch.device) -> nn.Module:
     """Random bf16 weights, made on the device."""
     layers, width, inner, heads, vocabulary = SIZES[size]
+    settings: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.bfloat16}
     config = LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -54,11 +55,10 @@ def build(size: str, device: torch.device) -> nn.Module:
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=vocabulary,
-        attn_implementation="sdpa",
-        dtype=torch.bfloat16,
+        **settings,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return nn.Module.to(LlamaForCausalLM(config), torch.bfloat16).train()
 
 
 def checkpointed(model: Any) -> None:
@@ -203,7 +203,7 @@ def matmul_rate(device: torch.device) -> float:
     for _ in range(5):
         synchronize(device)
         start = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
