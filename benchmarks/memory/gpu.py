@@ -84,7 +84,7 @@ def offloaded_adamw(model: nn.Module, tokens: Tensor) -> Iterator[Step]:
     """fp32 masters and moments on the host; gradients go there as they are made, weights come back after the step."""
     checkpointed(model)
     pinned = tokens.device.type == "cuda"
-    masters = {
+    masters: dict[Any, Tensor] = {
         p: torch.empty(p.shape, dtype=torch.float32, pin_memory=pinned).copy_(p.detach()) for p in model.parameters()
     }
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-4, fused=True)
