@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]
+[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]  [tracking]
 """
 
 from __future__ import annotations
@@ -152,6 +152,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where the run's figures go beside its own log, each through its own client.
+
+    to: none by default.
+    project: under which the trackers list the run.
+    """
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    project: str = "blocktrain"
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError(f"to names a tracker twice: {', '.join(self.to)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run.
 
@@ -182,6 +198,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.images is None):
