@@ -60,7 +60,6 @@ def gpt2(layers: int, width: int, heads: int) -> GPT2LMHeadModel:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-2-7b": lambda: llama(32, 4096, 11008, heads=32, kv=32, vocabulary=32000),
     "llama-3-8b": lambda: llama(32, 4096, 14336, heads=32, kv=8, vocabulary=128256),
-    "llama-3-70b": lambda: llama(80, 8192, 28672, heads=64, kv=8, vocabulary=128256),
     "G-1.6B": lambda: gpt2(30, 2048, 16),
     "G-5.4B": lambda: gpt2(28, 3968, 32),
     "G-10B": lambda: gpt2(56, 3968, 32),
