@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -79,6 +79,27 @@ class Partition(Sequence[Block]):
         """All blocks as one: what full-parameter training has active."""
         parameters = {name: parameter for block in self.blocks for name, parameter in block.parameters.items()}
         return Block(0, self.chain.layers, parameters)
+
+    @property
+    def undivided(self) -> Partition:
+        """The same model in one block."""
+        return Partition(self.chain, (self.whole,))
+
+    def over(self, model: nn.Module) -> Partition:
+        """The same division of a copy of the model."""
+        groups = {layer.name: list(layer.modules) for layer in self.chain.layers}
+        chain = Chain.of_modules(model, groups)
+        layers = dict(zip(self.chain.layers, chain.layers, strict=True))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        blocks = [
+            replace(
+                block,
+                layers=tuple(layers[layer] for layer in block.layers),
+                parameters={name: parameters[name] for name in block.parameters},
+            )
+            for block in self.blocks
+        ]
+        return Partition(chain, tuple(blocks))
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride] - int or slice, as in Sequence
         return self.blocks[index]

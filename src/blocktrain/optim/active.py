@@ -78,6 +78,15 @@ class Active:
         """Bytes of the state's tensors."""
         return sum(v.nbytes for entries in self.state().values() for v in entries.values() if torch.is_tensor(v))
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What exists only during the visit, by part of memory: "master", "gradients", "moments"."""
+        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected()
+        return {
+            "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],  # else it is they
+            "gradients": [*collected, *(p.grad for p in self.trained.values() if p.grad is not None)],
+            "moments": [v for entries in self.state().values() for v in entries.values() if torch.is_tensor(v)],
+        }
+
     def restore(self, state: BlockState) -> None:
         """Give each optimizer a copy of the state of its parameters, on the device where it expects it."""
         names = {id(parameter): name for name, parameter in self.trained.items()}

@@ -67,6 +67,7 @@ class BlockOptimizer:
         self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
+        self.frozen = frozen
         self.frozen_dropout = frozen_dropout
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
@@ -76,6 +77,20 @@ class BlockOptimizer:
         release(partition)
         self._frozen = FrozenWeights(partition, precision, frozen)
         self.store.clear()
+
+    def over(self, partition: Partition) -> BlockOptimizer:
+        """One made like this, over another partition (of a copy of the model), that keeps no moments."""
+        (cls, options), others, undecayed = self.recipe.arguments
+        return BlockOptimizer(
+            partition,
+            cls,
+            precision=self.precision,
+            frozen=self.frozen,
+            undecayed=undecayed,
+            frozen_dropout=self.frozen_dropout,
+            others=others,
+            **options,
+        )
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -101,13 +116,15 @@ class BlockOptimizer:
         masters = self._frozen.activate(block)
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
-        state = self._state_to_restore(block)
+        state = self.block_state(block.index)
         if state is not None:
             active.restore(state)
+        if self._resumed is not None and self._resumed[0] == block.index:
+            self._resumed = None
         self._active = active
 
     def _retire(self) -> None:
-        active, self._active = self._require_active(), None
+        active, self._active = self.in_visit, None
         block = active.block
         self._frozen.retire(block, active.masters)
         release(self.partition)
@@ -117,17 +134,6 @@ class BlockOptimizer:
             del active  # masters and moments make room for packing
             self._frozen.rest(block)
 
-    def _state_to_restore(self, block: Block) -> BlockState | None:
-        state = self.block_state(block.index)
-        if self._resumed is not None and self._resumed[0] == block.index:
-            self._resumed = None
-        return state
-
-    def _require_active(self) -> Active:
-        if self._active is None:
-            raise ConfigError("no block is active: use 'with optimizer.visit(block):'")
-        return self._active
-
     # -- inside a visit -------------------------------------------------------------------------------------------
 
     @property
@@ -136,37 +142,49 @@ class BlockOptimizer:
         return None if self._active is None else self._active.block
 
     @property
+    def in_visit(self) -> Active:
+        """What exists of the active block alone: what is trained, its gradients and its state."""
+        if self._active is None:
+            raise ConfigError("no block is active: use 'with optimizer.visit(block):'")
+        return self._active
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The active optimizers' groups, as in `torch.optim.Optimizer`."""
-        return [group for optimizer in self._require_active().optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.in_visit.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
         """One optimizer step on the active block. With masters it uses the gradients up."""
-        active = self._require_active()
+        active = self.in_visit
         active.step()
         self.steps += 1
         self.changed_at[active.block.index] = self.steps
 
     def zero_grad(self) -> None:
         """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""
-        self._require_active().zero_grad()
+        self.in_visit.zero_grad()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the active block, in the precision they are accumulated in."""
-        return self._require_active().gradients()
+        return self.in_visit.gradients()
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
-        return self._require_active().clip_grad_norm(max_norm)
+        return self.in_visit.clip_grad_norm(max_norm)
 
     def scale_learning_rate(self, factor: float) -> None:
         """Set every group's rate to `factor` times the rate it was built with."""
         for group in self.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this optimizer holds beside the model's own tensors, by part of memory: the visit's "master",
+        "gradients" and "moments"; "frozen" weights that are packed; on the "host", what frozen blocks have there."""
+        return {**self._frozen.tensors(), **({} if self._active is None else self._active.tensors())}
+
     def state_bytes(self) -> int:
         """Bytes of the active optimizer's state tensors (for Adam: both moments and the step counts)."""
-        return self._require_active().state_bytes()
+        return self.in_visit.state_bytes()
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
@@ -256,14 +274,7 @@ class BlockOptimizer:
         store held before is gone.
         """
         self._require_between_visits("loading")
-        if len(saved["changed_at"]) != len(self.partition):
-            raise CheckpointError(
-                f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(self.partition)}"
-            )
-        for block in self.partition:
-            remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
-            _check_state(block, saved["blocks"].get(block.index, {}))
-            _check_remainders(block, remainders, self.precision, mid_visit=mid_visit)
+        _check(saved, self.partition, self.precision)
         self.store.clear()
         self._resumed = None
         for index, state in saved["blocks"].items():
@@ -278,6 +289,17 @@ class BlockOptimizer:
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
+
+
+def _check(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:
+    if len(saved["changed_at"]) != len(partition):
+        raise CheckpointError(
+            f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(partition)}"
+        )
+    for block in partition:
+        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
+        _check_state(block, saved["blocks"].get(block.index, {}))
+        _check_remainders(block, remainders, precision, mid_visit=mid_visit)
 
 
 def _check_state(block: Block, state: BlockState) -> None:

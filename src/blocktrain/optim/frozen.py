@@ -77,6 +77,13 @@ class FrozenWeights:
         """Replace all of them."""
         self._remainders = remainders
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What holds the weights that are away, as they rest on the device ("frozen") or not ("host"), and the
+        remainders."""
+        kept = [tensor for remainders in self._remainders for tensor in remainders.values()]
+        resting = self._resting.tensors()
+        return {"frozen": resting["frozen"], "host": [*kept, *resting["host"]]}
+
     def device_bytes(self, active: Block) -> int:
         """Of the model's weights while `active` is trained: its own in the compute dtype, the others as they rest."""
         awake = {id(parameter) for parameter in active.parameters.values()}

@@ -70,6 +70,10 @@ class Masters:
         self._factor = None
         return self._gradients
 
+    def collected(self) -> list[Tensor]:
+        """The same as they are kept, before any factor."""
+        return list(self._gradients.values())
+
     def _widened(self, name: str) -> Tensor:
         gradient = self._gradients[name].to(torch.float32)
         return gradient if self._factor is None else gradient.mul_(self._factor)
@@ -126,7 +130,7 @@ def lower(parameters: Mapping[str, nn.Parameter]) -> Remainders:
     remainders = {}
     for name, parameter in parameters.items():
         if parameter.dtype == torch.bfloat16:
-            remainders[name] = torch.zeros(parameter.shape, dtype=torch.int16)
+            remainders[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
         else:
             parameter.data, remainder = split(parameter.data.float())
             remainders[name] = remainder.cpu()

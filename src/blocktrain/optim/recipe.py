@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktrain.blocks.block import Partition
@@ -35,6 +37,7 @@ class Recipe:
         undecayed: Undecayed,
         moments: Moments = "fp32",
     ):
+        self.arguments = (choice, others, undecayed)  # as they were given, to make the same for another partition
         shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
         self.choice = _with_moments(choice, moments)
         self.others = _with_moments(others or (torch.optim.AdamW, shared), moments)
@@ -92,7 +95,7 @@ def steps_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Take a step on parameters of the meta device: the state it leaves has the shapes of a real one."""
-    with _AnyNumber():
+    with any_number():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -100,10 +103,14 @@ def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             optimizer.step()
 
 
-class _AnyNumber(TorchDispatchMode):
-    """Lets a step without memory read a number out of a tensor (Adafactor its norm, ASGD its rate): any will do."""
+def any_number() -> AbstractContextManager[object]:
+    """Inside, a step without memory may read a number out of a tensor (Adafactor its norm, ASGD its rate): any will
+    do. Numbers in real tensors are read as they are."""
+    return _AnyNumber()
 
+
+class _AnyNumber(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import cachesection, comparison, figures, samples
+from blocktrain.report import cachesection, comparison, figures, memorysection, samples
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
@@ -45,7 +45,9 @@ def page(runs: Sequence[RunRecord]) -> str:
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
-        part(run, name) for part in (cachesection.section, samples.section, _evaluations) for run, name in named
+        part(run, name)
+        for part in (memorysection.section, cachesection.section, samples.section, _evaluations)
+        for run, name in named
     )
     footer = "".join(_details(run, name) for run, name in named)
     return document(

@@ -133,16 +133,17 @@ class BatchConfig:
     """What one optimizer step sees.
 
     rows: sequences or images.
-    micro_rows: how many at a time, gradients accumulating in fp32; it divides `rows`. none: all at once.
+    micro_rows: how many at a time, gradients accumulating in fp32; it divides `rows`. none: all at once;
+        "auto": the most that fit into the memory that is free when the run starts.
     """
 
     rows: int = 8
-    micro_rows: int | None = None
+    micro_rows: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ConfigError(f"rows must be at least 1, not {self.rows}")
-        if self.micro_rows is not None and (self.micro_rows < 1 or self.rows % self.micro_rows):
+        if isinstance(self.micro_rows, int) and (self.micro_rows < 1 or self.rows % self.micro_rows):
             raise ConfigError(f"micro_rows = {self.micro_rows} must divide rows = {self.rows}")
 
 

@@ -35,9 +35,13 @@ from blocktrain.units import Pace
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands."""
+    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands.
+
+    micro_rows: rows of one forward pass; where the configuration says "auto", all of them until the loop has decided.
+    """
 
     config: RunConfig
+    micro_rows: int
     device: torch.device
     model: nn.Module
     partition: Partition
@@ -96,8 +100,10 @@ def build(config: RunConfig, folder: Path) -> Job:
     if rows > len(task.train):
         raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
     plan = RowPlan(RowOrder(len(task.train), seed=config.seed), config.sampling, rows_per_step=rows)
+    micro_rows = config.batch.micro_rows
     job = Job(
         config=config,
+        micro_rows=micro_rows if isinstance(micro_rows, int) else rows,
         device=device,
         model=model,
         partition=parts,

@@ -16,13 +16,28 @@ from blocktrain.blocks.checkpointing import checkpointed_layers
 from blocktrain.events import Event
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCounter
+from blocktrain.model.tracker import Peak
+from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
+from blocktrain.train.rehearsal import step_shape
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
-    """The records `run` and `cost` (see `report/run.py` for their fields)."""
-    return [_run_event(job, method), {"kind": "cost", **_costs(job)}]
+    """The records `run`, `cost` and `memory` (see `report/run.py` for their fields)."""
+    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}]
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    """Tracked peaks of one optimizer step, by part: each block active, and all of them."""
+    step = step_shape(job, job.micro_rows)
+    blocks = predicted_peaks(job.optimizer, step)
+    (full,) = predicted_peaks(job.optimizer, step, partition=job.partition.undivided)
+    return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {"parts": dict(peak.parts), "host_bytes": peak.host_bytes, "operation": peak.operation}
 
 
 def _run_event(job: Job, method: str) -> Event:
@@ -54,7 +69,7 @@ def _run_event(job: Job, method: str) -> Event:
 
 def _costs(job: Job) -> dict[str, Any]:
     """FLOPs and bytes of one optimizer step: all blocks active, and each alone."""
-    rows = job.config.batch.micro_rows or job.config.batch.rows
+    rows = job.micro_rows
     micro_steps = job.config.batch.rows // rows
     batch = job.task.train.batch(range(rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}

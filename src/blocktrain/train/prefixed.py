@@ -189,7 +189,7 @@ class PrefixedSteps:
     def _measure_rate(self, visit: Visit, level: int) -> None:
         """FLOPs per second of the prefix, on a micro-batch."""
         self._cut.check(self._sample(visit, 1), level)
-        micro_rows = self.job.config.batch.micro_rows or self.job.config.batch.rows
+        micro_rows = self.job.micro_rows
         seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
         self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
 

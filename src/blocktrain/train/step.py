@@ -68,11 +68,10 @@ def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: St
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
-    micro = job.config.batch.micro_rows or len(rows.rows)
-    parts = rows.split(micro)
+    parts = rows.split(job.micro_rows)
     weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
     loss = 0.0
-    for part, weight, coming in zip(parts, weights, [*parts[1:], following.split(micro)[0]], strict=True):
+    for part, weight, coming in zip(parts, weights, [*parts[1:], following.split(job.micro_rows)[0]], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):
             prefixed.prefetch(coming)
