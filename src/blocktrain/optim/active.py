@@ -33,6 +33,16 @@ class Active:
             if entries
         }
 
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Each optimizer's own state by parameter name, live; empty where it holds nothing yet."""
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        return {
+            names[id(parameter)]: optimizer.state[parameter]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
     def state_bytes(self) -> int:
         """Bytes of the state's tensors."""
         return sum(v.nbytes for entries in self.state().values() for v in entries.values() if torch.is_tensor(v))

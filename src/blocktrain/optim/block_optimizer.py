@@ -130,15 +130,29 @@ class BlockOptimizer:
         """The active optimizers' groups, as in `torch.optim.Optimizer`."""
         return [group for optimizer in self._require_active().optimizers for group in optimizer.param_groups]
 
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """By name, what the optimizer moves: the active block's weights, or their masters; gradients end up here."""
+        return self._require_active().trained
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """By name, the optimizer's own state of each of them, live."""
+        return self._require_active().entries()
+
     def step(self) -> None:
         """One optimizer step on the active block."""
         active = self._require_active()
         for optimizer in active.optimizers:
             optimizer.step()
-        if active.masters is not None:
-            active.masters.write_weights()
+        self.write_weights()
         self.steps += 1
         self.changed_at[active.block.index] = self.steps
+
+    def write_weights(self) -> None:
+        """Give the model what the masters hold, where there are any."""
+        active = self._require_active()
+        if active.masters is not None:
+            active.masters.write_weights()
 
     def zero_grad(self) -> None:
         """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""

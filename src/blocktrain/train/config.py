@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]
+[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]  [distributed]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from blocktrain.blocks.partition import Balance
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
+from blocktrain.dist.parallel import DistributedConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
@@ -140,6 +141,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.images is None):

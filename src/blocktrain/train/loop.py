@@ -11,6 +11,8 @@
 What a step does is a function of the weights, the seed and the step's number: data rows, augmentation and dropout
 follow from them. So a run that was killed and resumed ends as one that was not, bit for bit, and so does its log, but
 for the clock, peak memory, and what a prefix cache did (rows stored in memory are gone with the process).
+
+Every process of a run goes through this loop. What they decide on is the same for all, or rank 0's; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from blocktrain.blocks.activation import evaluating
+from blocktrain.dist.local_steps import parallel
+from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import CheckpointError, Interrupted
-from blocktrain.events import Event, EventLog, read_events
+from blocktrain.events import Event, EventLog, NoLog, read_events
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
@@ -51,18 +54,20 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
     _prefixed: PrefixedSteps = field(init=False)
-    _log: EventLog | None = None
+    _parallel: Parallel = field(init=False)
+    _log: EventLog | NoLog = field(default_factory=NoLog)
     _started: float = 0.0
     _step_flops: list[int] = field(default_factory=list)
-    _flops_saved: int = 0  # of the current visit, already counted
 
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
         checkpoint written; any other error leaves the last checkpoint as it was."""
         saved = self._restore()
         self._started = time.perf_counter() - self.progress.seconds
-        self._log = EventLog(self.folder.events, length=saved)
-        self.folder.add_session(step=self.progress.step)
+        self._parallel = parallel(self.job.ranks, self.job.config.distributed)
+        if self.job.ranks.is_first:
+            self._log = EventLog(self.folder.events, length=saved)
+            self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
             with self._prefixed:
@@ -72,7 +77,9 @@ class Loop:
 
     def _open(self, *, resumed: bool) -> None:
         """The records `run` and `cost`: counted at the start, read back from the log later."""
-        opening = read_events(self.folder.events)[:2] if resumed else opening_events(self.job, self.method)
+        opening = self.job.ranks.first(
+            lambda: read_events(self.folder.events)[:2] if resumed else opening_events(self.job, self.method)
+        )
         self._step_flops = opening[1]["flops"]["blocks"]
         self._prefixed = PrefixedSteps(self.job, self.folder.path, opening[1]["flops"]["forward_layers"])
         for event in opening:
@@ -87,7 +94,7 @@ class Loop:
         for visit in job.schedule.visits(job.partition, start=progress.visit):
             if progress.run_over:
                 break
-            with job.optimizer.visit(visit.block):
+            with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer):
                 self._visit(visit)
             self._retire(visit)
         self._finish()
@@ -104,17 +111,25 @@ class Loop:
         if not progress.visit_over:  # a resumed visit may have nothing left to do
             self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
-            result = train_step(self.job, self._prefixed, visit, step=progress.step, visit_step=progress.visit_step)
+            result = train_step(
+                self.job,
+                self._prefixed,
+                self._parallel,
+                visit,
+                step=progress.step,
+                visit_step=progress.visit_step,
+            )
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
                 self._evaluate_and_log()
-            self._ask_rules(longest, result, evaluated)
+            asked, seconds = self._agree()
+            self._ask_rules(longest, result, evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
-            if self.stop.signal_number is not None:
+            if asked and self._parallel.settled:
                 self._save()
-                self._interrupted(self.stop.signal_number)
+                self._interrupted(asked)
             if progress.step % save_every == 0:
                 self._save()
         progress.optimizer_bytes = max(progress.optimizer_bytes, self.job.optimizer.state_bytes())
@@ -124,9 +139,10 @@ class Loop:
 
     def _open_prefix(self, visit: Visit, *, fresh: bool) -> None:
         """Decide on a prefix cache for the visit; what was decided is logged once, not at every resume."""
-        logged = [] if fresh else [e for e in read_events(self.folder.events) if e["kind"] == "cache"]
+        first = self.job.ranks.is_first and not fresh
+        logged = [e for e in read_events(self.folder.events) if e["kind"] == "cache"] if first else []
         before = next((event for event in reversed(logged) if event["visit"] == visit.index), None)
-        decided, self._flops_saved = self._prefixed.open(visit, decided=before), 0
+        decided = self._prefixed.open(visit, decided=before)
         if decided is not None:
             (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 
@@ -136,9 +152,7 @@ class Loop:
         progress.step += 1
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
-        saved = self._prefixed.flops_saved()
-        progress.flops += self._step_flops[visit.block.index] - (saved - self._flops_saved)
-        self._flops_saved = saved
+        progress.flops += self._step_flops[visit.block.index] - result.flops_saved
         event = {
             "kind": "step",
             **self._now(),
@@ -148,7 +162,12 @@ class Loop:
         logged = progress.step % self.job.config.log_every == 0 or result.skipped
         (self._emit if logged else self._tell)(event)
 
-    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool) -> None:
+    def _agree(self) -> tuple[int, float]:
+        """The signal that a rank got, 0 for none, and rank 0's clock."""
+        told = self.job.ranks.gather([self.stop.signal_number or 0, self._seconds()])
+        return int(max(signal for signal, _ in told)), told[0][1]
+
+    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool, seconds: float) -> None:
         """Is the visit over? Is the run?"""
         job, progress = self.job, self.progress
         validation = progress.score["loss"] if evaluated else None
@@ -158,7 +177,7 @@ class Loop:
         if progress.visit_over is None and progress.visit_step >= longest:
             progress.visit_over = f"{job.schedule.visit} done"
         progress.run_over = job.config.stop.reached(
-            step=progress.step, seconds=self._seconds(), validation_loss=validation, pace=job.pace
+            step=progress.step, seconds=seconds, validation_loss=validation, pace=job.pace
         )
 
     def _retire(self, visit: Visit) -> None:
@@ -195,7 +214,9 @@ class Loop:
         """Score the model as it is now."""
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
         with evaluating(job.model):
-            score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
+            score = job.task.score(
+                job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device, ranks=job.ranks
+            )
         progress.evaluated, progress.score = progress.step, score.to_event()
         block = job.optimizer.active
         self._emit(
@@ -208,12 +229,13 @@ class Loop:
             }
         )
 
-    def _save(self) -> Path:
-        assert self._log is not None
+    def _save(self) -> None:
+        if not self.job.ranks.is_first:
+            return
         self._log.sync()
         self.progress.seconds = self._seconds()
         saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
-        return save_checkpoint(
+        save_checkpoint(
             self.folder.checkpoints,
             saved,
             partition=self.job.partition,
@@ -223,13 +245,14 @@ class Loop:
 
     def _restore(self) -> int:
         """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""
-        found = checkpoints(self.folder.checkpoints)
-        if not found:
+        newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
+        if not newest:
             return 0
-        saved = load_checkpoint(found[-1], self.job.partition, self.job.optimizer)
+        found = self.folder.checkpoints / newest[0]
+        saved = load_checkpoint(found, self.job.partition, self.job.optimizer)
         if saved.data != self.job.task.fingerprint:
             raise CheckpointError(
-                f"the training data are not those of '{found[-1]}' any more, so its rows cannot be gone on with; "
+                f"the training data are not those of '{found}' any more, so its rows cannot be gone on with; "
                 "restore them, or train anew with another --out"
             )
         self.progress = saved.progress
@@ -253,7 +276,6 @@ class Loop:
 
     def _emit(self, event: Event) -> None:
         """Log an event and tell it to the listeners."""
-        assert self._log is not None
         self._log.append(event)
         self._tell(event)
 

@@ -51,9 +51,10 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs and bytes of one optimizer step: all blocks active, and each alone."""
-    rows = job.config.batch.micro_rows or job.config.batch.rows
-    micro_steps = job.config.batch.rows // rows
+    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and each alone."""
+    mine = job.config.batch.rows // job.ranks.size
+    rows = min(job.config.batch.micro_rows or mine, mine)  # that one process has in hand at once
+    micro_steps = job.config.batch.rows / rows
     batch = job.task.train.batch(range(rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
@@ -64,14 +65,14 @@ def _costs(job: Job) -> dict[str, Any]:
             "blocks": [block["flops"] for block in blocks],
             "theory_full": whole["theory"],
             "theory_blocks": [block["theory"] for block in blocks],
-            "forward_layers": [layer.forward_flops * micro_steps for layer in layers],
+            "forward_layers": [round(layer.forward_flops * micro_steps) for layer in layers],
         },
         "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
     }
 
 
 def _cost(
-    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: int
+    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: float
 ) -> dict[str, Any]:
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
     counter = StepCounter(job.model, batch)
@@ -81,8 +82,8 @@ def _cost(
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     return {
-        "flops": step.flops * micro_steps,
-        "theory": theoretical_step_flops(layers, active) * micro_steps,
+        "flops": round(step.flops * micro_steps),
+        "theory": round(theoretical_step_flops(layers, active) * micro_steps),
         "memory": {
             "weights": sum(p.nbytes for p in job.model.parameters()) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from blocktrain.dist.ranks import Ranks
+
 Batch = Mapping[str, Tensor]
 
 
@@ -59,18 +61,28 @@ class Task:
         return model(**batch).loss
 
     @torch.no_grad()
-    def score(self, model: nn.Module, *, rows: int, batch_rows: int, device: torch.device) -> Score:
-        """Mean loss over the first `rows` validation rows. The model must be in eval mode."""
+    def score(
+        self, model: nn.Module, *, rows: int, batch_rows: int, device: torch.device, ranks: Ranks | None = None
+    ) -> Score:
+        """Mean loss over the first `rows` validation rows. The model must be in eval mode.
+
+        The ranks take turns with the batches; the sum over these is exact, so it does not matter how many ranks.
+        """
+        ranks = ranks or Ranks()
         rows = min(rows, len(self.validation))
+        starts = range(0, rows, batch_rows)
         losses, correct = [], 0
-        for start in range(0, rows, batch_rows):
+        for start in starts[ranks.rank :: ranks.size]:
             indices = range(start, min(start + batch_rows, rows))
             batch = to_device(self.validation.batch(indices), device)
             output = model(**batch)
             losses.append(output.loss.item() * len(indices))
             if self.unit == "images":
                 correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
-        loss = math.fsum(losses) / rows
+        idle = -(-len(starts) // ranks.size) - len(losses)  # this rank's share is one batch shorter than another's
+        told = ranks.gather([correct, *losses, *[0.0] * idle])
+        correct = int(sum(theirs[0] for theirs in told))
+        loss = math.fsum(loss for theirs in told for loss in theirs[1:]) / rows
         if self.unit == "images":
             return Score(loss=loss, accuracy=correct / rows)
         return Score(loss=loss, loss_per_byte=None if self.bytes_per_token is None else loss / self.bytes_per_token)
