@@ -21,23 +21,44 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 # A server imports these once; its forks are there at once, and have no threads or devices of their parent's.
-_PRELOADED = ["blocktrain.train.session", "blocktrain.report.report"]
+_PRELOADED = [
+    "blocktrain.train.session",
+    "torch._dynamo",  # which torch.optim imports when an optimizer is first made
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class WorkerError(Exception):
     """A rank raised, died, or did not end in time; the message has its traceback."""
 
 
-def run_distributed(fn: Callable[..., T], world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[T]:
+class _Group(NamedTuple):
+    """A process's place in a group, and where its members find each other."""
+
+    rank: int
+    size: int
+    store: str
+    timeout_seconds: float
+
+
+def run_distributed(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    patience_seconds: float = 300.0,
+) -> list[T]:
     """Call `fn(*args)` in `world_size` processes that form a group, on the CPU with gloo, one thread each.
 
     fn: a function at the top level of a file. args and results: plain data.
-    timeout_seconds: for all of it; also how long a rank waits for another.
+    timeout_seconds: how long a rank waits for another.
+    patience_seconds: for all of it.
 
     Returns the results in rank order. Raises `WorkerError` with the first failure's traceback; the other processes are
     then killed. No process outlives the call.
@@ -45,17 +66,15 @@ def run_distributed(fn: Callable[..., T], world_size: int, *args: Any, timeout_s
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     where = (fn.__module__, inspect.getfile(fn), fn.__qualname__)
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + patience_seconds
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="blocktrain-") as folder:
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                store = str(Path(folder) / "store")
-                process = context.Process(
-                    target=_work, args=(where, args, rank, world_size, store, timeout_seconds, sender), daemon=True
-                )
+                group = _Group(rank, world_size, str(Path(folder) / "store"), timeout_seconds)
+                process = context.Process(target=_work, args=(where, args, group, sender), daemon=True)
                 process.start()
                 sender.close()
                 processes.append(process)
@@ -89,15 +108,7 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
     return [results[rank] for rank in range(len(processes))]
 
 
-def _work(
-    where: tuple[str, str, str],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout_seconds: float,
-    sender: Connection,
-) -> None:
+def _work(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sender: Connection) -> None:
     """One process."""
     import torch
     import torch.distributed as dist
@@ -106,10 +117,10 @@ def _work(
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            init_method=f"file://{group.store}",
+            rank=group.rank,
+            world_size=group.size,
+            timeout=timedelta(seconds=group.timeout_seconds),
         )
         sender.send(("done", _function(*where)(*args)))
         dist.destroy_process_group()

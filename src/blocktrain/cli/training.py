@@ -68,8 +68,8 @@ def _show(runs: list[Path], report: Path, options: argparse.Namespace) -> None:
 
 
 def numbered_folder(name: str) -> Path:
-    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist. Under torchrun `runs/NAME`: the
-    same for all processes, and for the same job when it is started again."""
+    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist. Under torchrun `runs/NAME`:
+    the same for all processes, and for the same job when it is started again."""
     base = Path("runs") / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
     number = 1
     if is_launched():

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once.
 
-Not under torchrun, which passes a signal on to processes that have had it already and kills what is still there after 30 s.
+Not under torchrun, which passes a signal on to processes that have had it already, and after 30 s kills them.
 """
 
 from __future__ import annotations

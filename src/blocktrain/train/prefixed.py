@@ -201,7 +201,7 @@ class PrefixedSteps:
         job, config = self.job, self.job.config.prefix
         states = self._cut.states(self._sample(visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
-        free = free_bytes(job.device, self.folder)
+        free: dict[Place, float] = free_bytes(job.device, self.folder)
         shared_by: dict[Place, int] = {"device": 1, "host": job.ranks.local_size, "file": job.ranks.size}
         if self._cache is not None:  # it is not in its own way
             free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes * shared_by[self._place]
