@@ -2,8 +2,8 @@
 
     python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--out benchmarks/distributed/faults.json]
 
-torchrun starts the job again each time, by itself. At each kill the last logged step and the newest checkpoint are noted;
-the next session says where it went on. At the end the weights are compared with those of a job that was left alone.
+torchrun starts the job again each time, by itself. At each kill the last logged step and the newest checkpoint are
+noted; the next session says where it went on. At the end the files are compared with those of a job left alone.
 """
 
 from __future__ import annotations

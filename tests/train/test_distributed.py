@@ -38,7 +38,7 @@ CACHED = ["sampling.scope=sweep", "sampling.rate=0.01", "schedule.visit=2 epochs
 UNCACHED = [*CACHED, "prefix.store=off"]
 
 # Sums in another order differ by 2^-24 = 6e-8 of the value; AdamW divides by a gradient's own size, so a parameter
-# whose gradient is nothing but rounding moves by the full rate. Measured on these runs: 2e-7 of the loss after 100 steps.
+# whose gradient is nothing but rounding moves by the full rate. Measured: 2e-7 of the loss after 100 steps.
 TOLERANCE = 5e-6
 
 Mapping = dict[str, Any]
