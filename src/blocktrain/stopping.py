@@ -59,6 +59,8 @@ class Plateau:
     patience: the visit ends once the loss has not fallen below the best so far by the relative `threshold` for this
         long (ReduceLROnPlateau's rule; for validation losses it is the UP criterion of Prechelt, "Early stopping -
         but when?", 1998).
+    threshold: relative, see patience.
+    smoothing: time constant of the smoothed training loss.
     minimum: no visit is shorter. The maximum is the schedule's visit duration.
     """
 
@@ -100,10 +102,11 @@ class Plateau:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimit:
-    """When the whole run stops (paper Algorithm 1, line 10): whichever comes first of those given.
+    """When the whole run stops (paper Algorithm 1, line 10): whichever comes first, the schedule's last sweep included.
 
-    duration: steps, tokens or epochs in all. target_loss: validation loss reached. hours: wall-clock, over all
-    sessions of a resumed run. The number of sweeps is the schedule's own.
+    duration: steps, tokens or epochs in all.
+    target_loss: a validation loss that is reached.
+    hours: wall-clock, over all sessions of a resumed run.
     """
 
     duration: Duration | None = None

@@ -99,7 +99,7 @@ def test_too_few_and_too_many_blocks():
 
 def test_number_or_patterns_but_not_both():
     for given in ({}, {"num_blocks": 2, "patterns": [["*"]]}):
-        with pytest.raises(ConfigError, match="give either num_blocks or patterns"):
+        with pytest.raises(ConfigError, match="give one of num_blocks, largest and patterns"):
             partition(mlp(), **given)
 
 

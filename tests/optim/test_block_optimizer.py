@@ -587,3 +587,40 @@ def test_loading_inside_a_visit(gpt2, batch):
 def test_every_store_is_a_store(tmp_path):
     stores: list[StateStore] = [make(tmp_path) for make in STORES.values()]
     assert [store.get(0) for store in stores] == [None, None, None]
+
+
+# -- blocks smaller than a layer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_rows_of_a_matrix_move_as_they_do_in_the_whole_matrix(gpt2, batch, precision: Precision):
+    """The embedding (64 x 32, tied) in four ranges of rows: a visit to one moves its rows as training it whole does."""
+    finer, whole = partition(gpt2(), largest=600), partition(gpt2(), patterns=[["embedding"], ["*"]])
+    name = "transformer.wte.weight"
+    block = next(block for block in finer if block.rows.get(name) == range(16, 32))
+    optimizers = [BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, precision=precision) for parts in (finer, whole)]
+    trained = []
+    for optimizer, active in zip(optimizers, (block, whole[0]), strict=True):
+        before = weights(optimizer.partition.model)
+        with optimizer.visit(active):
+            train(optimizer, batch, range(1))
+        trained.append((before, weights(optimizer.partition.model)))
+    (before, after), (_, expected) = trained
+    assert not torch.equal(after[name][16:32], before[name][16:32])
+    assert torch.equal(after[name][16:32], expected[name][16:32])
+    after[name][16:32] = before[name][16:32]
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    if precision.has_master:
+        assert torch.equal(
+            optimizers[0].block_remainders(block.index)[name], optimizers[1].block_remainders(0)[name][16:32]
+        )
+
+
+def test_moments_are_those_of_the_rows_alone(gpt2, batch):
+    parts = partition(gpt2(), largest=600)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2)
+    for block in parts:
+        with optimizer.visit(block):
+            train(optimizer, batch, range(1))
+            assert optimizer.state_bytes() == optimizer.predicted_state_bytes(block)
+            assert optimizer.state_bytes() == 8 * block.num_parameters + 4 * len(block.parameters)

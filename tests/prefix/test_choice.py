@@ -116,9 +116,9 @@ def test_by_hand(case: str):
     given, place, without, with_cache, reason = CASES[case]
     choice = choose(given)
     assert choice.place == place
-    assert choice.seconds_without == pytest.approx(without)
-    assert choice.seconds_with == pytest.approx(with_cache)
     assert reason in choice.reason
+    if place is not None:
+        assert f"{with_cache:g} s of filling and reading instead of {without:g} s" in choice.reason
 
 
 @pytest.mark.parametrize("wanted", ["device", "host", "file"])

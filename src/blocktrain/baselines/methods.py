@@ -32,7 +32,7 @@ def full(config: RunConfig, steps: int, pace: Pace) -> RunConfig:
         config,
         name=f"{config.name}, full",
         sampling=Sampling(),
-        blocks=replace(config.blocks, count=1, patterns=None),
+        blocks=replace(config.blocks, count=1, largest=None, patterns=None),
         schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", plateau=None),
         stop=replace(config.stop, duration=whole),
         learning_rate=replace(config.learning_rate, visit_warmup_steps=0),

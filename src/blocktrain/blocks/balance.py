@@ -33,6 +33,20 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
 
 
+def balanced_up_to(costs: Sequence[float], limit: float) -> list[range]:
+    """As few contiguous ranges as keep each part within `limit`, divided as `balanced` does; no cost may exceed it.
+
+    >>> balanced_up_to([2, 2, 1, 1, 2], 4)
+    [range(0, 2), range(2, 5)]
+    """
+    parts, filled = 1, 0.0
+    for cost in costs:  # taking as many as fit, from the front, gives the fewest
+        if filled + cost > limit:
+            parts, filled = parts + 1, 0.0
+        filled += cost
+    return balanced(costs, parts)
+
+
 def _capped_square(cost: float, limit: float) -> float:
     return cost * cost if cost <= limit * (1 + 1e-12) else float("inf")
 

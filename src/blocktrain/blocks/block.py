@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from blocktrain.model.chain import Chain, Layer
 
@@ -15,17 +15,36 @@ class Block:
     """A set of layers trained together (the paper's *submodel*).
 
     `parameters` maps full names to the parameters this block owns; a tied parameter is owned by the first block
-    that uses it, so the same tensor never appears in two blocks.
+    that uses it. No scalar is in two blocks: of a parameter that is in `rows` this block owns those rows only (along
+    the first dimension), and other blocks the rest. `layers` are all that it owns something of.
     """
 
     index: int
     layers: tuple[Layer, ...]
     parameters: Mapping[str, nn.Parameter]
+    rows: Mapping[str, range] = field(default_factory=dict)
+    pieces: tuple[str, ...] = ()  # names of what it is made of, in forward order; () are its layers
 
     @property
     def num_parameters(self) -> int:
         """Scalars owned by this block."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
+        return sum(self.numel(name) for name in self.parameters)
+
+    def numel(self, name: str) -> int:
+        """Scalars that this block owns of its parameter `name`."""
+        parameter = self.parameters[name]
+        rows = self.rows.get(name)
+        return parameter.numel() if rows is None else parameter.numel() // parameter.shape[0] * len(rows)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Of a tensor shaped like parameter `name`, what belongs to this block: a view of its rows, or all of it."""
+        rows = self.rows.get(name)
+        return tensor if rows is None else tensor[rows.start : rows.stop]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is made of, in forward order."""
+        return self.pieces or tuple(layer.name for layer in self.layers)
 
     def modules(self) -> Iterator[nn.Module]:
         """The top modules of the block's layers, in forward order."""
@@ -33,14 +52,14 @@ class Block:
             yield from layer.modules.values()
 
     def __repr__(self) -> str:
-        first, last = self.layers[0].name, self.layers[-1].name
+        first, last = self.names[0], self.names[-1]
         span = first if first == last else f"{first} .. {last}"
         return f"Block({self.index}: {span}, {self.num_parameters:,} parameters)"
 
 
 @dataclass(frozen=True, eq=False)
 class Partition(Sequence[Block]):
-    """The ordered blocks of a chain; every parameter of the model is in exactly one of them."""
+    """The ordered blocks of a chain; every scalar of the model's parameters is in exactly one of them."""
 
     chain: Chain
     blocks: tuple[Block, ...]

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from blocktrain.blocks.balance import balanced
+from blocktrain.blocks.balance import balanced, balanced_up_to
 from blocktrain.blocks.block import Block, Partition
+from blocktrain.blocks.piece import Piece, pieces, whole_layers
 from blocktrain.errors import ConfigError, PartitionError, nearest
 from blocktrain.model.chain import Chain
 from blocktrain.model.cost import layer_costs
@@ -22,18 +23,21 @@ def partition(
     model: nn.Module,
     num_blocks: int | None = None,
     *,
+    largest: int | None = None,
     balance: Balance = "parameters",
     patterns: Sequence[Sequence[str]] | None = None,
     layers: Mapping[str, Sequence[str]] | None = None,
     batch: Mapping[str, Any] | None = None,
 ) -> Partition:
-    """Cut `model` into contiguous blocks of whole layers.
+    """Cut `model` into contiguous blocks: of whole layers, unless `largest` asks for smaller ones.
 
     model: a Hugging Face causal LM, an `nn.Sequential`, `blocktrain.resnet(...)`, or any module whose `layers`
         are given as `{layer name: [dotted module paths]}` in forward order.
     num_blocks: how many blocks (M); 1 is ordinary full-parameter training.
     balance: divide so that blocks have nearly equal `"parameters"` (memory) or `"flops"` (counted forward FLOPs of
         `batch`, the keyword arguments of one forward call).
+    largest: instead of `num_blocks`, the most scalars that a block may own; as few blocks as that allows. A larger
+        layer is taken apart into its modules, and a larger matrix into ranges of rows (see `piece.py`).
     patterns: instead of `num_blocks`, one list of shell patterns a block over layer names, matched against the
         whole name: `[["embedding", "transformer.h.[0-3]"], ["transformer.h.*", "head"]]`. A layer goes to the
         first block that names it; a block must be contiguous, and a pattern that matches nothing is an error.
@@ -41,13 +45,16 @@ def partition(
     Raises `PartitionError` when the model cannot be cut so, `ConfigError` for contradictory arguments.
     """
     chain = chain_of(model, layers)
-    if (num_blocks is None) == (patterns is None):
-        raise ConfigError("give either num_blocks or patterns")
+    if [num_blocks, largest, patterns].count(None) != 2:
+        raise ConfigError("give one of num_blocks, largest and patterns")
+    cut = whole_layers(chain) if largest is None else pieces(chain, largest)
     if patterns is not None:
         groups = _by_patterns([layer.name for layer in chain.layers], patterns)
+    elif largest is not None:
+        groups = balanced_up_to([piece.size for piece in cut], largest)
     else:
         groups = balanced(_costs(chain, balance, batch), num_blocks or 0)
-    return Partition(chain, tuple(_block(chain, index, group) for index, group in enumerate(groups)))
+    return Partition(chain, tuple(_block(chain, index, [cut[i] for i in group]) for index, group in enumerate(groups)))
 
 
 def _costs(chain: Chain, balance: str, batch: Mapping[str, Any] | None) -> list[float]:
@@ -89,10 +96,16 @@ def _by_patterns(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> lis
     return groups
 
 
-def _block(chain: Chain, index: int, group: range) -> Block:
-    parameters = {name: parameter for layer in group for name, parameter in chain.owned[layer].items()}
-    layers = tuple(chain.layers[layer] for layer in group)
+def _block(chain: Chain, index: int, cut: Sequence[Piece]) -> Block:
+    parameters = {name: parameter for piece in cut for name, parameter in piece.parameters.items()}
+    layers = tuple(chain.layers[layer] for layer in dict.fromkeys(piece.layer for piece in cut))
+    names = tuple(piece.name for piece in cut)
     if not parameters:
-        names = ", ".join(layer.name for layer in layers)
-        raise PartitionError(f"block {index} ({names}) owns no parameters: use fewer blocks")
-    return Block(index, layers, parameters)
+        raise PartitionError(f"block {index} ({', '.join(names)}) owns no parameters: use fewer blocks")
+    rows: dict[str, range] = {}
+    for piece in cut:
+        if piece.rows is not None:
+            (name,) = piece.parameters
+            before = rows.get(name, piece.rows)  # two ranges of one parameter that came together
+            rows[name] = range(min(before.start, piece.rows.start), piece.rows.stop)
+    return Block(index, layers, parameters, rows, names)

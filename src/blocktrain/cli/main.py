@@ -1,4 +1,4 @@
-"""`blocktrain train | resume | compare | report | export | doctor`: arguments, exit codes, and errors as one message.
+"""`blocktrain train | resume | compare | ...`: arguments, exit codes, and errors as one message.
 
 Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one message and nothing half-written;
 128 + signal after Ctrl-C or SIGTERM, with a checkpoint written.
@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     export = add("export", _lazy("showing", "export"), "write the trained model as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    add("config", _lazy("showing", "config"), "show every key of the configuration, its default and what it does")
     add("doctor", _lazy("doctor", "doctor"), "show versions, devices, dtypes and bandwidths of this machine")
     return root
 

@@ -1,4 +1,4 @@
-"""The commands that show or hand over what a run made: `report`, `export`; and the table at a run's end."""
+"""The commands that show or hand over what a run made: `report`, `export`, `config`; and the table at a run's end."""
 
 from __future__ import annotations
 
@@ -56,4 +56,20 @@ def export(options: argparse.Namespace) -> int:
         print()
     else:
         print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """`blocktrain config`."""
+    from rich.markdown import Markdown
+
+    from blocktrain.train.describe import page, tables
+
+    if options.json:
+        json.dump([asdict(item) for item in tables()], sys.stdout, indent=1)
+        print()
+    elif sys.stdout.isatty():
+        Console().print(Markdown(page()))
+    else:
+        print(page(), end="")
     return 0

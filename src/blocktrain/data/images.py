@@ -33,12 +33,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """Which images to train on. `source` is a parquet file or a folder of them, with `train*` and `test*` files."""
+    """Which images to train on.
+
+    source: a parquet file or a folder of them, with `train*` and `test*` files.
+    validation: another source; none: the source's own validation or test files.
+    augment: of training images only.
+    cache: a folder for decoded pixels; none: blocktrain's in the user's cache folder.
+    """
 
     source: str
-    validation: str | None = None  # another source; None: the source's own validation or test files
-    augment: Augment = "crop-flip"  # of training images only
-    cache: str | None = None  # a folder for decoded pixels; None: blocktrain's in the user's cache folder
+    validation: str | None = None
+    augment: Augment = "crop-flip"
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.augment not in ("crop-flip", "none"):

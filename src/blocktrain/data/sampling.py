@@ -32,6 +32,7 @@ from blocktrain.runtime import permutations
 class Sampling:
     """How much of the training set is drawn, and how often anew.
 
+    scope: how long a subset lasts; "run" is all rows for the whole run.
     rate: share of the rows in a subset (the paper's SR); 1 with scope "run".
     variants: of augmented images: None augments anew in every pass, so that nothing can be cached; K reuses K
         augmentations of each image for as long as its subset lasts (1: the augmentation is frozen).

@@ -19,16 +19,26 @@ from blocktrain.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """Which text to train on, and how it is cut into rows."""
+    """Which text to train on, and how it is cut into rows.
 
-    source: str = "stdlib"  # "stdlib", a file, a folder, or "owner/name" on the Hugging Face hub
-    validation: str | None = None  # another source; None: the source's own validation or test split, else a share of it
-    validation_share: float = 0.02  # of the documents, where there is no such split
-    text_field: str = "text"  # the field of a .jsonl, .parquet or .arrow row that holds the text
-    tokenizer: str = "bytes"  # "bytes", a folder, or a model on the Hugging Face hub
+    source: "stdlib" (the Python files of this interpreter), a file, a folder, or "owner/name" on the Hugging Face hub.
+    validation: another source; none: the source's own validation or test split, else a share of it.
+    validation_share: of the documents, where there is no such split.
+    text_field: the field of a .jsonl, .parquet or .arrow row that holds the text.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    row_tokens: tokens in a row.
+    max_documents: read only so many of each source.
+    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    """
+
+    source: str = "stdlib"
+    validation: str | None = None
+    validation_share: float = 0.02
+    text_field: str = "text"
+    tokenizer: str = "bytes"
     row_tokens: int = 128
-    max_documents: int | None = None  # read only so many of each source
-    cache: str | None = None  # a folder for the tokens; None: blocktrain's in the user's cache folder
+    max_documents: int | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.validation_share < 1:

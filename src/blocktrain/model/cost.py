@@ -85,12 +85,12 @@ def layer_costs(chain: Chain, batch: Mapping[str, Any]) -> tuple[LayerCost, ...]
 
 
 def theoretical_step_flops(
-    costs: Sequence[LayerCost], active: Collection[int] | None = None, *, first_layer: int = 0
+    costs: Sequence[LayerCost], active: Collection[int] | Mapping[int, float] | None = None, *, first_layer: int = 0
 ) -> int:
     """FLOPs of one step by closed form.
 
-    active: indices of the layers that are trained; None is all of them. first_layer: where the forward pass starts
-        when a prefix cache holds what the layers below put out.
+    active: indices of the layers that are trained, or {index: share of its weights that is}; None is all of them.
+    first_layer: where the forward pass starts when a prefix cache holds what the layers below put out.
 
     Within 2 % of the counted FLOPs for decoders that normalise before their first matrix product. Layer 0 reads data,
     so it has no activation gradients. Where a later layer's first product has no trained parameter before it (ResNet,
@@ -98,13 +98,20 @@ def theoretical_step_flops(
     formula still counts it.
     """
     active = range(len(costs)) if active is None else active
+    shares = active if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
     if not active or not all(0 <= index < len(costs) for index in active):
         raise PartitionError(f"active layers {sorted(active)} must be some of 0 to {len(costs) - 1}")
     first = min(active)
     if not 0 <= first_layer <= first:
         raise PartitionError(f"the forward pass cannot start at layer {first_layer}: layer {first} is active")
     forward = sum(cost.forward_flops for cost in costs[first_layer:])
-    weights = sum(cost.forward_flops_weights for cost in costs if cost.owner in active)
+    weights = sum(
+        cost.forward_flops_weights
+        if shares[cost.owner] == 1
+        else round(cost.forward_flops_weights * shares[cost.owner])
+        for cost in costs
+        if cost.owner in shares
+    )
     backward = sum(
         cost.backward_flops_attention + (cost.forward_flops_weights if index > 0 else 0)
         for index, cost in enumerate(costs)

@@ -64,8 +64,9 @@ class BlockOptimizer:
         self.frozen_dropout = frozen_dropout
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
+        left_out = lower(partition.whole.parameters) if precision.has_master else {}
         self._remainders: list[Remainders] = [
-            lower(block.parameters) if precision.has_master else {} for block in partition
+            {name: block.part(name, left_out[name]) for name in block.parameters if left_out} for block in partition
         ]
         self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
         self._active: Active | None = None
@@ -91,7 +92,7 @@ class BlockOptimizer:
 
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
-        masters = Masters(block.parameters, self._remainders[block.index]) if self._remainders[block.index] else None
+        masters = Masters(block, self._remainders[block.index]) if self.precision.has_master or block.rows else None
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
         state = self._state_to_restore(block)
@@ -182,7 +183,7 @@ class BlockOptimizer:
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
         trained = {
-            name: nn.Parameter(torch.empty_like(p, dtype=self._trained_dtype(p), device="meta"))
+            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=self._trained_dtype(p), device="meta"))
             for name, p in block.parameters.items()
         }
         optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))

@@ -20,6 +20,8 @@ class LearningRate:
 
     shape: `constant`; `linear` and `cosine` fall from 1 to `final` over the run (cosine: Loshchilov & Hutter 2017,
         eq. 5); `wsd` stays at 1 and falls linearly over the last `decay_share` (Hu et al. 2024, MiniCPM).
+    final: factor at the end of the run.
+    decay_share: of the run, for `wsd`.
     warmup_steps, visit_warmup_steps: the factor rises from 1/n to 1 over n steps.
     """
 

@@ -56,9 +56,9 @@ class _Shelf:
     store: Store
     ledger: Ledger
 
-    def close(self) -> None:
-        self.store.close()
-        self.ledger.close()
+    def close(self, *, keep_files: bool = False) -> None:
+        self.store.close(keep_files=keep_files)
+        self.ledger.close(keep_files=keep_files)
 
 
 class PrefixCache:
@@ -136,16 +136,12 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Give all room back and delete all files."""
-        self._settle()
-        for shelf in self._shelves.values():
-            shelf.close()
-        self._shelves = {}
+        self._close_shelves(keep_files=False)
 
     def close(self, *, keep_files: bool = False) -> None:
         """The cache is needed no more; `keep_files` where the run is only interrupted."""
         self._reader.shutdown(wait=True)
-        if not keep_files:
-            self.clear()
+        self._close_shelves(keep_files=keep_files)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -188,6 +184,12 @@ class PrefixCache:
         return slots[self._shelf(self.level).ledger.levels[slots] != self.level]
 
     # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _close_shelves(self, *, keep_files: bool) -> None:
+        self._settle()
+        for shelf in self._shelves.values():
+            shelf.close(keep_files=keep_files)
+        self._shelves = {}
 
     def _awaited(self, slots: np.ndarray, device: torch.device) -> Tensor:
         coming, self._coming = self._coming, None

@@ -11,6 +11,7 @@ nothing is stored and which no later visit sees again, costs as much to fill as 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -43,6 +44,7 @@ class PrefixConfig:
         folder).
     dtype: "compute" stores hidden states as they are; "bf16"; "int8" with a scale for each token (lossy).
     fill: "lazy" computes a row when it is first needed; "ahead" computes all before the visit, `fill_rows` at a time.
+    fill_rows: rows of one pass that fills ahead.
     """
 
     store: Literal["auto", "off", "device", "host", "file"] = "auto"
@@ -80,25 +82,23 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Where the cache lies (None: nowhere) and why; seconds over the visits looked at, by the arithmetic above."""
+    """Where the cache lies (None: nowhere) and why."""
 
     place: Place | None
     reason: str
-    seconds_without: float = 0.0
-    seconds_with: float = 0.0
 
 
 def choose(facts: Facts, wanted: str = "auto") -> Choice:
     """The first of device, host and file that fits and pays; one asked for by name is taken without asking that."""
-    without = facts.num_slots * sum(need.uses * need.prefix_flops for need in facts.needs) / facts.flops_per_second
     if wanted != "auto":
-        return Choice(place=_place(wanted), reason=f"store = '{wanted}' in the configuration", seconds_without=without)
+        return Choice(place=_place(wanted), reason=f"store = '{wanted}' in the configuration")
+    without = facts.num_slots * sum(need.uses * need.prefix_flops for need in facts.needs) / facts.flops_per_second
     if not facts.needs[0].prefix_flops:
-        return Choice(place=None, reason="cannot pay: the prefix costs no FLOPs", seconds_without=without)
+        return Choice(place=None, reason="cannot pay: the prefix costs no FLOPs")
     filling = facts.num_slots * sum(min(1.0, need.uses) * need.fill_flops for need in facts.needs)
     filling_seconds = filling / facts.flops_per_second
     if filling_seconds >= without:
-        return Choice(place=None, reason=_cannot_pay(facts), seconds_without=without)
+        return Choice(place=None, reason=_cannot_pay(facts))
     at_one = facts.num_slots * facts.row_bytes
     nbytes = at_one * facts.boundaries
     refused = []
@@ -119,9 +119,9 @@ def choose(facts: Facts, wanted: str = "auto") -> Choice:
         seconds = filling_seconds + at_one * moved
         if seconds < without:
             reason = f"{place}: {seconds:.3g} s of filling and reading instead of {without:.3g} s of prefix passes"
-            return Choice(place=place, reason=reason, seconds_without=without, seconds_with=seconds)
+            return Choice(place=place, reason=reason)
         refused.append(f"{place} would take {seconds:.3g} s instead of {without:.3g} s")
-    return Choice(place=None, reason="does not pay: " + "; ".join(refused), seconds_without=without)
+    return Choice(place=None, reason="does not pay: " + "; ".join(refused))
 
 
 def _written(need: Need, facts: Facts) -> float:
@@ -152,9 +152,10 @@ class Rates:
 
 
 def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 * 2**20) -> Rates:
-    """Time copies to and from the device, within the host, and to a file in `folder`; takes about 0.1 seconds.
+    """Time copies to and from the device, within the host, and to a file in `folder`; takes about half a second.
 
-    Without rates of "file" where none can be written.
+    A file is written through to the disk and read from it, as far as the system lets one drop its cached pages: a
+    cache that is larger than the memory left will be. Without rates of "file" where none can be written.
     """
     rows = torch.ones(64, probe_bytes // 64, dtype=torch.uint8)
     index = torch.from_numpy(np.random.default_rng(0).permutation(64))
@@ -167,11 +168,22 @@ def measure_rates(device: torch.device, folder: Path, *, probe_bytes: int = 16 *
         write["device"] = _rate(lambda: there.copy_(rows).sum().item(), probe_bytes)
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder, prefix=".probe-") as place:
         path = Path(place) / "rows"
-        data = rows.numpy()
-        write["file"] = _rate(lambda: data.tofile(path), probe_bytes)
-        mapped = np.memmap(path, np.uint8, "r", shape=tuple(rows.shape))
-        read["file"] = _rate(lambda: torch.from_numpy(np.take(mapped, index.numpy(), axis=0)).to(device), probe_bytes)
+        write["file"] = _rate(lambda: _write_through(path, rows.numpy()), probe_bytes)
+        read["file"] = _rate(lambda: _read_from_disk(path, rows.shape, index.numpy()).to(device), probe_bytes)
     return Rates(read=read, write=write)
+
+
+def _write_through(path: Path, rows: np.ndarray) -> None:
+    with path.open("wb") as file:
+        rows.tofile(file)
+        os.fsync(file.fileno())
+
+
+def _read_from_disk(path: Path, shape: tuple[int, ...], order: np.ndarray) -> torch.Tensor:
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return torch.from_numpy(np.take(np.memmap(file, np.uint8, "r", shape=shape), order, axis=0))
 
 
 def free_bytes(device: torch.device, folder: Path) -> dict[Place, float]:

@@ -40,6 +40,7 @@ class Cut:
 
     def __init__(self, chain: Chain):
         self.chain = chain
+        self._checked: set[int] = set()  # levels
         self._tuples: dict[nn.Module, int] = {}  # layer module -> length of the tuple it returns, if it returns one
 
     def bypassed(self, level: int) -> list[nn.Module]:
@@ -98,7 +99,10 @@ class Cut:
         """Compare a run from `level` with the whole run on a (small) batch; raises `CutError` where they differ.
 
         In eval mode, so that dropout does not differ and no BatchNorm moves. Also learns which layers return tuples.
+        A level that was found right is not run again: what crosses a boundary is a matter of the model's code.
         """
+        if level in self._checked:
+            return
         with evaluating(self.chain.model):
             self._learn(batch, level)
             output = self.chain.model(**batch)
@@ -116,6 +120,7 @@ class Cut:
                 f"{type(self.chain.model).__name__} run from layer {self.chain.layers[level].name} differs from the "
                 "whole run: more than the hidden states crosses that boundary"
             )
+        self._checked.add(level)
 
     def _learn(self, batch: Mapping[str, Any], level: int) -> None:
         def note(module: nn.Module, _args: Any, output: Any) -> None:

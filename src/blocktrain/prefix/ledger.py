@@ -103,9 +103,9 @@ class Ledger:
             damaged += len(wrong)
         return damaged
 
-    def close(self) -> None:
-        """Delete the ledger's files."""
-        if self._folder is not None:
+    def close(self, *, keep_files: bool = False) -> None:
+        """Delete the ledger's files unless they are to stay."""
+        if self._folder is not None and not keep_files:
             for name in ("slots.bin", "ledger.json"):
                 (self._folder / name).unlink(missing_ok=True)
 

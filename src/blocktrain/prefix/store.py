@@ -60,8 +60,8 @@ class Store(Protocol):
         """The rows in `slots`, on the host or the device: where the store lies."""
         ...
 
-    def close(self) -> None:
-        """Give the room back."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Give the room back; `keep_files` that another process will open again."""
         ...
 
 
@@ -97,7 +97,7 @@ class MemoryStore:
             found[name] = torch.index_select(array, 0, index, out=out)
         return found
 
-    def close(self) -> None:
+    def close(self, *, keep_files: bool = False) -> None:
         """Free the memory."""
         self._arrays = {}
 
@@ -146,12 +146,13 @@ class FileStore:
     def _path(self, field: str) -> Path:
         return self._folder / f"{field}.rows"
 
-    def close(self) -> None:
-        """Delete the files."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Close the files, and delete them unless they are to stay."""
         self._maps = {}
         for name, handle in self._files.items():
             os.close(handle)
-            self._path(name).unlink(missing_ok=True)
+            if not keep_files:
+                self._path(name).unlink(missing_ok=True)
         self._files = {}
 
 

@@ -49,7 +49,10 @@ class Saved:
 
 def fingerprint(partition: Partition) -> str:
     """A hash of the model's parameter names and shapes and of the blocks they are in."""
-    layout = [[(name, list(p.shape)) for name, p in block.parameters.items()] for block in partition]
+    layout = [
+        [(name, [len(block.rows[name]), *p.shape[1:]] if name in block.rows else list(p.shape)) for name, p in owned]
+        for block, owned in ((block, block.parameters.items()) for block in partition)
+    ]
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
@@ -121,7 +124,7 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
         for block in partition:
             saved = load_file(path / f"weights-{block.index}.safetensors")
             for name, parameter in block.parameters.items():
-                parameter.copy_(saved[name])
+                block.part(name, parameter).copy_(saved[name])
         if "buffers.safetensors" in files:
             buffers = dict(partition.model.named_buffers())
             for name, value in load_file(path / "buffers.safetensors").items():
@@ -180,7 +183,7 @@ def _contents(block: Block, optimizer: BlockOptimizer) -> dict[str, Callable[[],
     index = block.index
     contents = {
         f"weights-{index}.safetensors": lambda: save(
-            {name: parameter.data.contiguous() for name, parameter in block.parameters.items()}
+            {name: block.part(name, parameter.data).contiguous() for name, parameter in block.parameters.items()}
         )
     }
     if optimizer.has_state(index):

@@ -30,9 +30,18 @@ from blocktrain.units import Duration
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksConfig:
-    """How the model is cut. `count` blocks balanced by `balance`, or named by `patterns` (one list a block)."""
+    """How the model is cut into blocks: by their number, their size, or their names.
+
+    count: how many blocks (M); 1 is full-parameter training.
+    largest: instead, the most parameters that a block may have; as few blocks as that allows. A larger layer comes
+        apart into its modules, a larger matrix into ranges of rows.
+    balance: what is divided evenly: parameters, which decide memory, or counted forward FLOPs.
+    patterns: instead, one list of shell patterns over layer names for each block.
+    frozen_dropout: let dropout act in frozen layers too; the prefix cache is then refused.
+    """
 
     count: int = 3
+    largest: int | None = None
     balance: Balance = "parameters"
     patterns: tuple[tuple[str, ...], ...] | None = None
     frozen_dropout: bool = False
@@ -40,11 +49,18 @@ class BlocksConfig:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"count must be at least 1, not {self.count}; 1 is full-parameter training")
+        if self.largest is not None and self.patterns is not None:
+            raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Order of the blocks in a sweep, the longest a visit lasts, and optionally a rule that ends it sooner."""
+    """Which block is visited when, and for how long.
+
+    visit: the longest a visit lasts; an epoch is one pass over the subset.
+    sweeps: how many; left out, the run ends by `[stop]`.
+    order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
+    """
 
     visit: Duration
     sweeps: int | None = None
@@ -57,11 +73,15 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """A class of `torch.optim` by name, with its learning rate and any further `options`.
+    """The optimizer of the active block.
 
-    weight_decay: None is the class's own default; norms and biases are left out unless `decay = "all"`.
-    state: moments between visits: "drop", "host" or "disk".
-    max_grad_norm: clip the active block's gradients to this total norm; None never clips.
+    name: a class of `torch.optim`.
+    lr: its learning rate, before `[learning_rate]` shapes it.
+    options: further arguments of the class.
+    decay: what is decayed: "weights" leaves norms and biases out.
+    weight_decay: none is the class's own default; norms and biases are left out unless `decay = "all"`.
+    state: where a block's moments stay until its next visit.
+    max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     """
 
     name: str = "AdamW"
@@ -81,7 +101,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Rows (sequences or images) of one optimizer step; `micro_rows` at a time, gradients accumulating in fp32."""
+    """What one optimizer step sees.
+
+    rows: sequences or images.
+    micro_rows: how many at a time, gradients accumulating in fp32; it divides `rows`. none: all at once.
+    """
 
     rows: int = 8
     micro_rows: int | None = None
@@ -95,7 +119,12 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Validation loss over the first `rows` validation rows, every `every` and at the end."""
+    """The validation loss.
+
+    every: how often, beside the start and the end.
+    rows: how many validation rows, the same first ones each time.
+    batch_rows: how many at a time.
+    """
 
     every: Duration = Duration.steps(100)
     rows: int = 256
@@ -108,7 +137,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """A checkpoint every `every` and at the end; the last `keep` stay."""
+    """Checkpoints, whole or not at all.
+
+    every: how often, beside the end and an interruption.
+    keep: how many stay, the newest ones.
+    """
 
     every: Duration = Duration.steps(500)
     keep: int = 2
@@ -120,7 +153,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. `seed` decides weights, data order, dropout and block order."""
+    """A whole run.
+
+    name: in reports, and of the run's folder.
+    seed: decides weights, data order, dropout and block order.
+    device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
+    precision: "fp32", or "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit.
+    on_nonfinite: what becomes of a step whose loss or gradients are not finite.
+    log_every: steps between two step records of `events.jsonl`.
+    """
 
     name: str = "run"
     seed: int = 0

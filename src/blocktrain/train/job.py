@@ -77,7 +77,8 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     blocks = config.blocks
     parts = partition(
         model,
-        num_blocks=None if blocks.patterns else blocks.count,
+        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        largest=blocks.largest,
         patterns=blocks.patterns,
         balance=blocks.balance,
         batch=batch,

@@ -40,9 +40,9 @@ def _run_event(job: Job, method: str) -> Event:
         "blocks": [
             {
                 "index": block.index,
-                "first": block.layers[0].name,
-                "last": block.layers[-1].name,
-                "layers": len(block.layers),
+                "first": block.names[0],
+                "last": block.names[-1],
+                "layers": len(block.names),
                 "parameters": block.num_parameters,
             }
             for block in job.partition
@@ -78,12 +78,11 @@ def _cost(
     counter = StepCounter(job.model, batch)
     release(job.partition)
     step = counter.measure(block.parameters)
-    active = [index for index, layer in enumerate(job.partition.chain.layers) if layer in block.layers]
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     return {
         "flops": round(step.flops * micro_steps),
-        "theory": round(theoretical_step_flops(layers, active) * micro_steps),
+        "theory": round(theoretical_step_flops(layers, _active_shares(job, block)) * micro_steps),
         "memory": {
             "weights": sum(p.nbytes for p in job.model.parameters()) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
@@ -92,3 +91,14 @@ def _cost(
             "activations": step.saved_bytes,
         },
     }
+
+
+def _active_shares(job: Job, block: Block) -> dict[int, float]:
+    """Of each layer that a block owns something of, the share of its weights that get gradients: a matrix whole, even
+    where the block owns rows of it only."""
+    shares = {}
+    for index, owned in enumerate(job.partition.chain.owned):
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in block.parameters)
+        if mine:
+            shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
+    return shares

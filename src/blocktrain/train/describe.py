@@ -1,0 +1,148 @@
+"""What can be configured, told by the configuration itself: its dataclasses, their docstrings, types and defaults.
+
+`blocktrain config` prints it, and `docs/configuration.md` is what it prints; a test compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from blocktrain.train.config import RunConfig
+from blocktrain.units import Duration
+
+OPENING = """# Configuration
+
+A run is one TOML file. Each table below is a dataclass of the package, and this page is written from them:
+`blocktrain config` prints it. An unknown key or a wrong value is an error that names the nearest right one; `--set
+table.key=value` overrides a key from the command line. A key without a default must be given; "none" is what a key is
+when it is left out. A duration is text: `"100 steps"`, `"2M tokens"`, `"1 epoch"`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One line of a table."""
+
+    name: str
+    kind: str  # as one would say it: "whole number", "duration", "'a' or 'b'"
+    default: str  # as it stands in TOML; "none" for a key to leave out, "" for one that must be given
+    text: str  # what it does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of the file; the keys above all tables have the name ""."""
+
+    name: str
+    text: str
+    optional: bool  # whether it may be left out where its keys have no defaults
+    keys: tuple[Key, ...]
+
+
+def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) -> Iterator[Table]:
+    """The tables of a configuration, each before the tables in it."""
+    hints = typing.get_type_hints(config)
+    text, told = _read(inspect.getdoc(config) or "", {field.name for field in dataclasses.fields(config)})
+    keys, inner = [], []
+    for field in dataclasses.fields(config):
+        kind = _table_in(hints[field.name])
+        if kind is None:
+            said = {"kind": _said(hints[field.name]), "default": _default(field), "text": told.get(field.name, "")}
+            keys.append(Key(name=field.name, **said))
+        else:
+            path = f"{name}.{field.name}" if name else field.name
+            inner.append((kind, path, type(None) in get_args(hints[field.name])))
+    yield Table(name=name, text=text, optional=optional, keys=tuple(keys))
+    for kind, path, may_be_left_out in inner:
+        yield from tables(kind, path, optional=may_be_left_out)
+
+
+def page() -> str:
+    """The whole reference as Markdown."""
+    return "\n".join([OPENING, *(_section(table) for table in tables())])
+
+
+def _section(table: Table) -> str:
+    heading = f"## `[{table.name}]`" if table.name else "## Above all tables"
+    rows = [f"| `{key.name}` | {key.kind} | {_cell(key.default)} | {key.text} |" for key in table.keys]
+    text = f"{table.text} (Optional.)" if table.optional else table.text
+    return "\n".join([heading, "", text, "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _cell(default: str) -> str:
+    return f"`{default}`" if default not in ("", "none") else default
+
+
+def _read(doc: str, names: set[str]) -> tuple[str, dict[str, str]]:
+    """A docstring's text, and what it tells of `names` in paragraphs that begin with `name:` or `name, name:`."""
+    text, told, current = [], {}, []
+    for line in doc.splitlines():
+        found = re.match(r"(\w+(?:, \w+)*): (.*)", line)
+        if found and names.issuperset(found[1].split(", ")):
+            current = found[1].split(", ")
+            told.update(dict.fromkeys(current, found[2]))
+        elif current and line.startswith("    "):
+            told.update({name: f"{told[name]} {line.strip()}" for name in current})
+        else:
+            current = []
+            text.append(line)
+    return "\n".join(text).strip(), told
+
+
+def _table_in(hint: Any) -> type | None:
+    """The dataclass that a field holds, if it is a table of its own."""
+    for kind in get_args(hint) or (hint,):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Duration:
+            return kind
+    return None
+
+
+def _said(hint: Any) -> str:
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_said(kind) for kind in arguments if kind is not type(None))
+    if origin is Literal:
+        return " or ".join(f"`{_toml(choice)}`" for choice in arguments)
+    if origin in (list, tuple):
+        return f"list of {_said(arguments[0])}"
+    if origin is dict or hint is dict:
+        return "table"
+    if hint is Duration:
+        return "duration"
+    return names[hint]
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return _toml(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return _toml(field.default_factory())
+    return ""
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case Duration():
+            return f'"{value}"'
+        case list() | tuple():
+            return f"[{', '.join(_toml(item) for item in value)}]"
+        case dict():
+            return (
+                "{}" if not value else "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+            )
+        case _:
+            return str(value)

@@ -1,0 +1,75 @@
+"""Blocks smaller than a layer: nothing is left out, nothing is in two of them, and none is larger than asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from blocktrain.blocks.block import Partition
+from blocktrain.blocks.partition import partition
+from blocktrain.blocks.piece import pieces, whole_layers
+from blocktrain.errors import ConfigError, PartitionError
+from blocktrain.model.detect import chain_of
+
+
+def llama(**settings) -> nn.Module:
+    sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=2, **settings))
+
+
+def owners(parts: Partition) -> dict[str, torch.Tensor]:
+    """For each scalar of each parameter, how many blocks own it."""
+    counts = {name: torch.zeros_like(p) for name, p in parts.whole.parameters.items()}
+    for block in parts:
+        for name in block.parameters:
+            block.part(name, counts[name]).add_(1)
+    return counts
+
+
+def test_a_layer_comes_apart_into_modules_and_a_matrix_into_rows() -> None:
+    found = pieces(chain_of(llama()), 600)
+    assert [(piece.name, piece.size) for piece in found] == [
+        ("model.embed_tokens.weight[0:50]", 400),
+        ("model.embed_tokens.weight[50:100]", 400),
+        ("model.layers.0.self_attn", 256),
+        ("model.layers.0.(mlp+input_layernorm.weight+post_attention_layernorm.weight)", 592),
+        ("model.layers.1.self_attn", 256),
+        ("model.layers.1.(mlp+input_layernorm.weight+post_attention_layernorm.weight)", 592),
+        ("model.norm.weight", 8),
+        ("lm_head.weight[0:50]", 400),
+        ("lm_head.weight[50:100]", 400),
+    ]
+
+
+@pytest.mark.parametrize("largest", [24, 31, 100, 256, 600, 850, 3000, 10**9])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_scalar_is_in_exactly_one_block(largest: int, tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    parts = partition(model, largest=largest)
+    assert all((count == 1).all() for count in owners(parts).values())
+    assert parts.num_parameters == sum(p.numel() for p in model.parameters())
+    assert all(block.num_parameters <= largest for block in parts)
+
+
+def test_there_are_as_few_blocks_as_the_limit_allows() -> None:
+    model = llama()
+    assert len(partition(model, largest=3304)) == 1  # all of it
+    assert len(partition(model, largest=1656)) == 2
+    assert len(partition(model, largest=1655)) == 3
+
+
+def test_layers_that_are_small_enough_stay_whole() -> None:
+    chain = chain_of(llama())
+    assert [piece.name for piece in pieces(chain, 900)] == [piece.name for piece in whole_layers(chain)]
+
+
+def test_a_limit_below_one_row_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"a row of 'model.embed_tokens.weight' has 8 parameters"):
+        partition(llama(), largest=7)
+
+
+def test_one_way_to_cut_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="one of num_blocks, largest and patterns"):
+        partition(llama(), 3, largest=100)

@@ -1,0 +1,91 @@
+"""What the pages say works: their Python runs, their configurations load, their commands exist, their links hold."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from blocktrain.train.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """The page's code blocks in a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def with_blocks(language: str) -> list[Any]:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if fenced(page, language)]
+
+
+def tiny_model() -> torch.nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def batches(_visit: Any) -> Iterator[dict[str, torch.Tensor]]:
+    for _ in range(2):
+        tokens = torch.randint(64, (2, 16))
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_the_python_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"model": tiny_model(), "batches": batches}
+    for code in fenced(page, "python"):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in over.items():
+        both[key] = merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return both
+
+
+@pytest.mark.parametrize("page", with_blocks("toml"))
+def test_the_configurations_on_a_page_load(page: Path) -> None:
+    """Each as a change of the quickstart's: unknown keys and wrong values are errors."""
+    quickstart = tomllib.loads((ROOT / "examples" / "quickstart.toml").read_text())
+    for text in fenced(page, "toml"):
+        given, base = tomllib.loads(text), dict(quickstart)
+        if given.keys() & {"images", "chat", "labelled"}:
+            base.pop("text")
+        if "path" in given.get("model", {}):
+            base["model"] = {}
+        RunConfig.from_mapping(merged(base, given))
+
+
+@pytest.mark.parametrize("page", with_blocks("sh"))
+def test_the_commands_on_a_page_exist(page: Path) -> None:
+    """Every `blocktrain` subcommand and every option that a page gives it is in that subcommand's help."""
+    for line in "\n".join(fenced(page, "sh")).replace("\\\n", " ").splitlines():
+        for command in re.findall(r"blocktrain (?:[^&|;#]*)", line):
+            words = shlex.split(command)[1:]
+            shown = subprocess.run(
+                [sys.executable, "-m", "blocktrain", words[0], "--help"], capture_output=True, text=True, check=False
+            )
+            assert shown.returncode == 0, f"{page.name}: there is no 'blocktrain {words[0]}'"
+            for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+                assert option in shown.stdout, f"{page.name}: 'blocktrain {words[0]}' has no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
