@@ -25,6 +25,7 @@ from torch import Tensor
 
 from blocktrain.blocks.block import Block
 from blocktrain.data.sampling import StepRows
+from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import StorageError
 from blocktrain.events import Event
 from blocktrain.prefix.cache import PrefixCache, Statistics
@@ -117,29 +118,15 @@ class PrefixedSteps:
         """What the caches of all ranks did in the visit, as a record to log."""
         working = self._cache is not None and self.active
         seen = self._cache.statistics if self._cache is not None and working else Statistics()
-        saved = self.flops_saved() if working else 0
-        counts = (seen.bytes_stored, seen.asked, seen.hits, seen.computed, seen.stale, seen.damaged, saved)
-        seconds = (seen.fill_seconds, seen.wait_seconds)
-        ranks = self.job.ranks
-        told = [sum(values) for values in zip(*ranks.gather([*counts, *seconds]), strict=True)]
+        did = _added_up(self.job.ranks, seen, saved=self.flops_saved() if working else 0)
         given_up, self._given_up = self._given_up, None
         if given_up is not None:
             return {"kind": "cache", "place": None, "reason": given_up, "level": self._level}
         if not working:
             return None
-        names = ("bytes", "rows", "hits", "computed", "stale", "damaged", "flops_saved")
-        fill_seconds, wait_seconds = (value / ranks.size for value in told[-2:])  # ranks wait side by side
-        saved_seconds = told[6] / self._flops_per_second / ranks.size - wait_seconds
-        return {
-            "kind": "cached",
-            "place": self._place,
-            "dtype": self.job.config.prefix.dtype,
-            **{name: int(value) for name, value in zip(names, told, strict=False)},
-            "fill_seconds": round(fill_seconds, 4),
-            "wait_seconds": round(wait_seconds, 4),
-            "encoding_error": seen.encoding_error,
-            "seconds_saved": round(saved_seconds, 4),
-        }
+        seconds = did["flops_saved"] / self._flops_per_second / self.job.ranks.size - did["wait_seconds"]
+        place, dtype = self._place, self.job.config.prefix.dtype
+        return {"kind": "cached", "place": place, "dtype": dtype, **did, "seconds_saved": round(seconds, 4)}
 
     def newly_saved(self) -> int:
         """`flops_saved` since the last call."""
@@ -175,7 +162,7 @@ class PrefixedSteps:
         decide any more."""
         if self.broken is not None:
             return None
-        reason = self._refusal()
+        reason = _refusal(self.job)
         if reason is not None:
             return {"place": None, "reason": reason}
         try:
@@ -187,14 +174,6 @@ class PrefixedSteps:
             self._give_up(error)
             reason, self._given_up = self.broken, None
             return {"place": None, "reason": reason}
-
-    def _refusal(self) -> str | None:
-        config = self.job.config
-        if config.blocks.frozen_dropout:
-            return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-        if self.job.task.augmented and config.sampling.variants is None:
-            return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
-        return None
 
     def _decide(self, visit: Visit, level: int) -> Choice:
         """Count, measure, choose."""
@@ -320,6 +299,35 @@ class PrefixedSteps:
         if self._cache is not None:
             self._cache.close()
             self._cache = None
+
+
+def _refusal(job: Job) -> str | None:
+    """Why the prefix of this run cannot be stored at all."""
+    if job.config.blocks.frozen_dropout:
+        return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
+    if job.task.augmented and job.config.sampling.variants is None:
+        return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
+    return None
+
+
+def _added_up(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, Any]:
+    """The fields of a record over all ranks: counts in sum, seconds as their mean, for ranks wait side by side."""
+    counts = {
+        "bytes": seen.bytes_stored,
+        "rows": seen.asked,
+        "hits": seen.hits,
+        "computed": seen.computed,
+        "stale": seen.stale,
+        "damaged": seen.damaged,
+        "flops_saved": saved,
+    }
+    seconds = {"fill_seconds": seen.fill_seconds, "wait_seconds": seen.wait_seconds}
+    told = [sum(values) for values in zip(*ranks.gather([*counts.values(), *seconds.values()]), strict=True)]
+    return {
+        **{name: int(value) for name, value in zip(counts, told, strict=False)},
+        **{name: round(value / ranks.size, 4) for name, value in zip(seconds, told[len(counts) :], strict=True)},
+        "encoding_error": seen.encoding_error,
+    }
 
 
 def _level(job: Job, block: Block) -> int:
