@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from blocktrain.dist.local_steps import parallel
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
-from blocktrain.dist.local_steps import parallel
 from blocktrain.runtime import environment
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
