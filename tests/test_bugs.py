@@ -229,10 +229,12 @@ def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_activation_checkpointing_changes_no_gradient(make):
+def test_activation_checkpointing_changes_no_gradient(make, reentrant: bool):
     """BAdam with reentrant checkpointing: "element 0 of tensors does not require grad". The usual cure, to make the
-    embedding's output require a gradient (Hugging Face does so by itself), differentiates the whole frozen prefix."""
+    embedding's output require a gradient (Hugging Face does so by itself), differentiates the whole frozen prefix.
+    Without it, the head active: PyTorch 2.13 gives the checkpointed layers no gradients at all and a mere warning."""
     parts = bt.partition(make(), num_blocks=3)
     optimizer = bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.0)
     embedding: Any = parts.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
@@ -246,24 +248,11 @@ def test_activation_checkpointing_changes_no_gradient(make):
             return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
     without = [gradients(block) for block in parts]
-    checkpoint_activations(parts.model, reentrant=False)
+    checkpoint_activations(parts.model, reentrant=reentrant)
     for block, expected in zip(parts, without, strict=True):
         assert expected.keys() == block.parameters.keys()
         assert_equal(gradients(block), expected)
     assert differentiated == [True, False, False] * 2
-
-
-def test_reentrant_checkpointing_is_refused_and_not_silently_without_gradients():
-    """Reentrant checkpointing over a frozen prefix, the head active: PyTorch 2.13 gives the checkpointed layers no
-    gradients at all and no more than a warning. Here it is an error that names the layer and the way out."""
-    parts = bt.partition(gpt2(), num_blocks=2)
-    optimizer = bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.1)
-    checkpoint_activations(parts.model, reentrant=True)
-    with (
-        pytest.raises(ConfigError, match=r"'transformer.*' uses reentrant.*use_reentrant.*False"),
-        optimizer.visit(parts[1]),
-    ):
-        pass
 
 
 # -- 5: names ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 import transformers as hf
 
+import blocktrain as bt
 from blocktrain.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+NEEDED = {"integrations.hf": "accelerate", "from trl": "trl"}  # what code names -> the optional package it needs
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -41,12 +44,38 @@ def batches(_visit: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": tokens, "labels": tokens}
 
 
+def a_loops_names() -> dict[str, Any]:
+    model = tiny_model()
+    partition = bt.partition(model, num_blocks=3)
+    optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-3)
+    return {
+        "model": model,
+        "partition": partition,
+        "optimizer": optimizer,
+        "block": partition[1],
+        "batch": next(batches(None)),
+    }
+
+
+def for_a_trainer() -> dict[str, Any]:
+    """`args` and `rows` of a Hugging Face Trainer, where there is one."""
+    if find_spec("accelerate") is None:
+        return {}
+    args = hf.TrainingArguments("out", max_steps=4, save_strategy="no", report_to="none", use_cpu=True)
+    return {"args": args, "rows": [{key: rows[0] for key, rows in batch.items()} for batch in batches(None)]}
+
+
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`."""
+    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`, a `block` of
+    its `partition` and the `optimizer`, a trainer's `args` and `rows`. Code for a package that is not installed is left
+    out."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"model": tiny_model(), "batches": batches}
+    names: dict[str, Any] = {"bt": bt, "torch": torch, "batches": batches, **a_loops_names(), **for_a_trainer()}
     for code in fenced(page, "python"):
+        needed = {package for word, package in NEEDED.items() if word in code}
+        if any(find_spec(package) is None for package in needed):
+            continue
         exec(compile(code, str(page), "exec"), names)
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blocktrain.blocks.block import Block, Partition
+    from blocktrain.blocks.checkpointing import checkpointing
     from blocktrain.blocks.partition import partition
     from blocktrain.errors import BlocktrainError
+    from blocktrain.model.loss import chunked_loss
     from blocktrain.model.resnet import resnet
     from blocktrain.optim.block_optimizer import BlockOptimizer
     from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
@@ -49,6 +51,8 @@ _HOME = {
     "RunConfig": "train.config",
     "RunLimit": "stopping",
     "Visit": "schedule",
+    "checkpointing": "blocks.checkpointing",
+    "chunked_loss": "model.loss",
     "partition": "blocks.partition",
     "resnet": "model.resnet",
     "resume": "train.session",
@@ -73,6 +77,8 @@ __all__ = [
     "RunConfig",
     "RunLimit",
     "Visit",
+    "checkpointing",
+    "chunked_loss",
     "partition",
     "resnet",
     "resume",

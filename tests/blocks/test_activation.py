@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from blocktrain.blocks.activation import activate, release, set_modes
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.partition import partition
-from blocktrain.errors import ConfigError
+from blocktrain.model.around import arounds
 
 TOKENS = torch.arange(32).reshape(2, 16) % 64
 
@@ -178,8 +178,10 @@ def test_a_frozen_prefix_saves_no_activations(model, checkpointing: bool):
         assert saved["between"] > 0  # the loss: the hooks do see what is saved
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model", [gpt2, llama])
-def test_checkpointing_changes_no_gradient_whichever_block_is_active(model):
+def test_hugging_faces_checkpointing_changes_no_gradient_whichever_block_is_active(model, reentrant: bool):
+    """BAdam, reentrant: "element 0 of tensors does not require grad"; with the head active, no gradients, no error."""
     parts = partition(model(), num_blocks=3)
     for p in parts.model.modules():
         if isinstance(p, nn.Dropout):
@@ -189,7 +191,7 @@ def test_checkpointing_changes_no_gradient_whichever_block_is_active(model):
         activate(parts, block)
         expected.append(gradients(parts.model))
         release(parts)
-    checkpoint_activations(parts.model, reentrant=False)
+    checkpoint_activations(parts.model, reentrant=reentrant)
     for block, without in zip(parts, expected, strict=True):
         activate(parts, block)
         found = gradients(parts.model)
@@ -198,18 +200,19 @@ def test_checkpointing_changes_no_gradient_whichever_block_is_active(model):
         assert all(torch.equal(found[name], without[name]) for name in without)
 
 
-def test_reentrant_checkpointing_is_refused_by_name():
-    """BAdam: "element 0 of tensors does not require grad"; with the head active, no gradients and no error."""
+def test_hugging_faces_checkpointing_is_taken_over_and_handed_back():
     parts = partition(gpt2(), num_blocks=3)
     checkpoint_activations(parts.model, reentrant=True)
-    with pytest.raises(ConfigError, match=r"'transformer.*' uses reentrant activation checkpointing.*use_reentrant"):
-        activate(parts, parts[2])
 
+    def switched_on() -> set[str]:
+        return {name for name, m in parts.model.named_modules() if getattr(m, "gradient_checkpointing", False)}
 
-def test_nothing_has_changed_where_activation_was_refused():
-    parts = partition(gpt2(), num_blocks=3)
-    before = [(p.requires_grad, m.training) for m in parts.model.modules() for p in m.parameters(recurse=False)]
-    checkpoint_activations(parts.model, reentrant=True)
-    with pytest.raises(ConfigError):
-        activate(parts, parts[2])
-    assert before == [(p.requires_grad, m.training) for m in parts.model.modules() for p in m.parameters(recurse=False)]
+    theirs, ours = switched_on(), [layer.name for layer in parts.chain.layers[1:-1]]
+    assert set(ours) < theirs
+    for block in (parts[0], parts[2], parts[2]):  # also activated anew without having been released
+        activate(parts, block)
+        assert switched_on() == set()
+        assert [name for name, m in parts.model.named_modules() if arounds(m)] == ours
+    release(parts)
+    assert switched_on() == theirs
+    assert not any("forward" in vars(m) for m in parts.model.modules())

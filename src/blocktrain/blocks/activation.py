@@ -11,22 +11,24 @@ and can be stored), and a frozen BatchNorm neither moves its running statistics 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from blocktrain.blocks.block import Block, Partition
-from blocktrain.errors import ConfigError
+from blocktrain.blocks.checkpointing import hand_back, take_over
 
 
 def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
     """Freeze every block but `block`. The backward pass then stops by itself at the block's first layer.
 
     frozen_dropout: let dropout act in frozen layers too (a prefix cache is then refused).
+
+    Hugging Face's activation checkpointing, if on, is ours until `release` (see `checkpointing.py`).
     """
-    _refuse_reentrant_checkpointing(partition)
+    take_over(partition)
     _let_inputs_be_plain(partition)
     active = {id(parameter) for parameter in block.parameters.values()}
     for parameter in partition.model.parameters():
@@ -62,18 +64,7 @@ def release(partition: Partition) -> None:
     for parameter in partition.model.parameters():
         parameter.requires_grad_(False)
         parameter.grad = None
-
-
-def _refuse_reentrant_checkpointing(partition: Partition) -> None:
-    """Reentrant activation checkpointing over a frozen prefix gives no gradients at all, silently, when the block
-    above it is active (torch.utils.checkpoint needs an input that requires grad). Refuse it by name instead."""
-    for path, module in _checkpointed(partition.model.named_modules()):
-        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
-        if keywords.get("use_reentrant", False):
-            raise ConfigError(
-                f"'{path}' uses reentrant activation checkpointing, which loses gradients behind a frozen prefix; call "
-                'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
-            )
+    hand_back(partition)
 
 
 def _let_inputs_be_plain(partition: Partition) -> None:
@@ -82,7 +73,3 @@ def _let_inputs_be_plain(partition: Partition) -> None:
     for module in partition.model.modules():
         if getattr(module, "_require_grads_hook", None) is not None:
             module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]
-
-
-def _checkpointed(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
-    return ((path, module) for path, module in modules if getattr(module, "gradient_checkpointing", False))

@@ -76,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     export = add("export", _lazy("showing", "export"), "write the trained model as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    export.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hugging Face hub")
+    export.add_argument("--public", action="store_true", help="where --push makes a new repository: for all to see")
     add("config", _lazy("showing", "config"), "show every key of the configuration, its default and what it does")
     add("doctor", _lazy("doctor", "doctor"), "show versions, devices, dtypes and bandwidths of this machine")
     return root

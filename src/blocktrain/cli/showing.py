@@ -44,18 +44,26 @@ def report(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """`blocktrain export DIR OUT`."""
+    """`blocktrain export DIR OUT [--push owner/name]`."""
     from blocktrain.cli.live import quiet_libraries
+    from blocktrain.integrations.card import write_card
+    from blocktrain.integrations.hub import check_repository, push
     from blocktrain.train.export import export as export_run
     from blocktrain.train.folder import RunFolder
 
+    if options.push is not None:
+        check_repository(options.push)
     quiet_libraries()
-    out = export_run(RunFolder(options.run), options.out)
+    folder = RunFolder(options.run)
+    out = export_run(folder, options.out, also=lambda place: write_card(folder, place))
+    address = None if options.push is None else push(out, options.push, public=options.public)
     if options.json:
-        json.dump({"exported": str(out)}, sys.stdout)
+        json.dump({"exported": str(out), "pushed": address}, sys.stdout)
         print()
-    else:
-        print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        return 0
+    print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    if address is not None:
+        print(f"pushed to {address}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from blocktrain.cli.live import LiveLine, quiet_libraries
 from blocktrain.cli.showing import show_runs
 from blocktrain.dist.ranks import is_launched, launched_rank
 from blocktrain.errors import ConfigError, Interrupted
+from blocktrain.integrations.trackers import Trackers
 from blocktrain.runtime import pick_device
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
@@ -25,8 +27,8 @@ def train(options: argparse.Namespace) -> int:
     quiet_libraries()
     config = RunConfig.load(options.config, options.overrides)
     out = options.out or numbered_folder(config.name)
-    with LiveLine(_live_console(options), pick_device(config.device)) as live:
-        folder = run(config, out, listeners=[live], command=_command())
+    with Trackers(config, out) as trackers, LiveLine(_live_console(options), pick_device(config.device)) as live:
+        folder = run(config, out, listeners=[live, trackers], command=_command())
     _show([folder.path], folder.report, options)
     return 0
 
@@ -34,9 +36,12 @@ def train(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     """`blocktrain resume DIR`."""
     quiet_libraries()
-    device = pick_device(RunFolder(options.run).config().device)
-    with LiveLine(_live_console(options), device) as live:
-        folder = resume_run(options.run, listeners=[live])
+    config = RunFolder(options.run).config()
+    with (
+        Trackers(config, options.run) as trackers,
+        LiveLine(_live_console(options), pick_device(config.device)) as live,
+    ):
+        folder = resume_run(options.run, listeners=[live, trackers])
     _show([folder.path], folder.report, options)
     return 0
 
@@ -52,8 +57,15 @@ def compare(options: argparse.Namespace) -> int:
         raise ConfigError("--methods names none; write for example --methods full,bcd")
     out = options.out or numbered_folder(f"{config.name}-compare")
     try:
-        with LiveLine(_live_console(options), pick_device(config.device)) as live:
-            folders = compare_methods(config, methods, out, listeners=lambda name: [live], command=_command())
+        with ExitStack() as stack:
+            live = stack.enter_context(LiveLine(_live_console(options), pick_device(config.device)))
+            folders = compare_methods(
+                config,
+                methods,
+                out,
+                listeners=lambda name: [live, stack.enter_context(Trackers(config, out / name))],
+                command=_command(),
+            )
     except Interrupted as stop:
         again = _command() if options.out else f"{_command()} --out {shlex.quote(str(out))}"
         raise Interrupted(f"stopped; go on with: {again}", signal_number=stop.exit_code - 128) from None

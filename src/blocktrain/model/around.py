@@ -37,6 +37,12 @@ def surround(module: nn.Module, around: Around) -> Callable[[], None]:
     return remove
 
 
+def arounds(module: nn.Module) -> tuple[Around, ...]:
+    """What runs around `module`, the outermost last."""
+    forward = module.__dict__.get("forward")
+    return tuple(forward.arounds) if isinstance(forward, _Surrounded) else ()
+
+
 class _Surrounded:
     """Stands in for one module's `forward`."""
 

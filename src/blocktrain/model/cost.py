@@ -5,10 +5,12 @@ One step of full training, in FLOPs of layer j: w_j in its weights, a_j in atten
     forward               w_j + a_j           every layer
     activation gradients  w_j + b_j           the first active layer and everything above it
     weight gradients      w_j                 layers whose weights are active
+    computed again        r_j                 layers under activation checkpointing, from the first active one on
 
 b_j is 2.5 a_j with a fused attention kernel, which computes the scores again (5 matrix products against 2; this
 is how `FlopCounterMode` counts it), and 2 a_j where attention is two plain matrix products. For M equal blocks
-without attention, block k costs (2M - k + 1) / (3M) of a full step.
+without attention, block k costs (2M - k + 1) / (3M) of a full step. r_j is w_j + a_j less what nothing needs again, as
+a layer's last product if only sums follow it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktrain.errors import PartitionError
@@ -50,6 +53,7 @@ class LayerCost:
     forward_flops_weights: int  # w_j: also the price of its activation gradients, and of its weight gradients
     forward_flops_attention: int  # a_j
     backward_flops_attention: int  # b_j
+    recompute_flops: int = 0  # r_j
     owner: int  # which layer owns the weights multiplied here: this one, or the embedding for a tied head
 
     @property
@@ -62,9 +66,10 @@ def layer_costs(chain: Chain, batch: Mapping[str, Any]) -> tuple[LayerCost, ...]
     """Counted FLOPs of each layer in one forward pass over `batch` (keyword arguments).
 
     Counted on a copy without memory; the model is left as it is. What runs between two layers counts to the first
-    of them, what runs before all to the first layer: the sum is the whole forward pass.
+    of them, what runs before all to the first layer: the sum is the whole forward pass. With dropout, r_j may differ
+    between train and eval mode: it is that of the mode the layer is in.
     """
-    counts = _forward_counts(chain, batch)
+    counts, needed = _forward_counts(chain, batch)
     owner = {id(parameter): index for index, mine in enumerate(chain.owned) for parameter in mine.values()}
     costs = []
     for index, layer in enumerate(chain.layers):
@@ -78,6 +83,7 @@ def layer_costs(chain: Chain, batch: Mapping[str, Any]) -> tuple[LayerCost, ...]
                 forward_flops_weights=counts[index].total() - matmul - fused,
                 forward_flops_attention=matmul + fused,
                 backward_flops_attention=2 * matmul + fused * 5 // 2,
+                recompute_flops=needed[index],
                 owner=index if largest is None else owner[id(largest)],
             )
         )
@@ -85,12 +91,17 @@ def layer_costs(chain: Chain, batch: Mapping[str, Any]) -> tuple[LayerCost, ...]
 
 
 def theoretical_step_flops(
-    costs: Sequence[LayerCost], active: Collection[int] | Mapping[int, float] | None = None, *, first_layer: int = 0
+    costs: Sequence[LayerCost],
+    active: Collection[int] | Mapping[int, float] | None = None,
+    *,
+    first_layer: int = 0,
+    checkpointed: Collection[int] = (),
 ) -> int:
     """FLOPs of one step by closed form.
 
     active: indices of the layers that are trained, or {index: share of its weights that is}; None is all of them.
     first_layer: where the forward pass starts when a prefix cache holds what the layers below put out.
+    checkpointed: layers whose activations are computed again, if gradients flow through them.
 
     Within 2 % of the counted FLOPs for decoders that normalise before their first matrix product. Layer 0 reads data,
     so it has no activation gradients. Where a later layer's first product has no trained parameter before it (ResNet,
@@ -117,13 +128,18 @@ def theoretical_step_flops(
         for index, cost in enumerate(costs)
         if index >= first
     )
-    return forward + backward + weights
+    again = sum(costs[index].recompute_flops for index in checkpointed if index >= first)
+    return forward + backward + weights + again
 
 
-def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> list[Counter[Any]]:
-    """Per layer, FLOPs by operation. Entering a module of a layer closes the account of the layer before it."""
+def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counter[Any]], list[int]]:
+    """Per layer, FLOPs by operation, and FLOPs up to the last tensor it saves for its backward pass.
+
+    Entering a module of a layer closes the account of the layer before it.
+    """
     fake = fake_copy(chain.model)
     accounts: list[Counter[Any]] = [Counter() for _ in chain.layers]
+    needed = [0] * len(accounts)
     current, booked = 0, Counter()
 
     def enter(index: int, counter: FlopCounterMode, *_call: Any) -> None:
@@ -132,13 +148,18 @@ def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> list[Counter[Any]
         accounts[current] += total - booked
         current, booked = index, total
 
+    def save(tensor: Tensor) -> Tensor:
+        needed[current] = accounts[current].total() + counter.get_total_flops() - booked.total()
+        return tensor
+
     for parameter in fake.model.parameters():  # some operations are chosen by whether gradients are wanted
         parameter.requires_grad_(parameter.is_floating_point())
-    with fake.running(), torch.enable_grad(), flop_counter() as counter:
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    with fake.running(), torch.enable_grad(), hooks, flop_counter() as counter:
         for index, layer in enumerate(chain.layers):
             for path in layer.modules:
                 for module in fake.model.get_submodule(path).modules():
                     module.register_forward_pre_hook(partial(enter, index, counter))
         fake.model(**batch)
         enter(current, counter)
-    return accounts
+    return accounts, needed

@@ -6,7 +6,7 @@ convention of `torch.utils.flop_counter`, whose formulas these are).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.model.around import arounds
 from blocktrain.model.fake import fake_copy
+from blocktrain.model.recompute import Recomputed, weighing
 
 aten = torch.ops.aten
 
@@ -63,7 +65,7 @@ class StepCost:
     """One forward and backward pass."""
 
     flops: int
-    saved_bytes: int  # held between the two, beside parameters and buffers
+    saved_bytes: int  # held between the two, beside parameters and buffers, and then for one layer computed again
 
 
 class StepCounter:
@@ -96,7 +98,11 @@ class StepCounter:
         return self.measure(names).flops
 
     def measure(self, names: Collection[str]) -> StepCost:
-        """FLOPs of that step, and the bytes its forward pass keeps for the backward pass."""
+        """FLOPs of that step, and the bytes its forward pass keeps for the backward pass.
+
+        Layers that are computed again (see `recompute.py`) keep their inputs, and in the backward pass one layer at a
+        time what it keeps without: the bytes are those inputs and the largest layer.
+        """
         unknown = [name for name in names if name not in self._parameters]
         if unknown:
             raise ConfigError(
@@ -117,9 +123,28 @@ class StepCounter:
 
         try:
             with torch.enable_grad():
-                return StepCost(flops=self._count(step), saved_bytes=kept)
+                flops = self._count(step)
+                return StepCost(flops=flops, saved_bytes=kept + self._largest_recomputed(there))
         finally:
             self._fake.model.zero_grad(set_to_none=True)
+
+    def _largest_recomputed(self, there: Sequence[Tensor]) -> int:
+        """The most bytes that one recomputed module keeps beside what goes into it; 0 where none is recomputed."""
+        if not any(
+            isinstance(around, Recomputed) for module in self._fake.model.modules() for around in arounds(module)
+        ):
+            return 0
+        largest = 0
+
+        def weigh(run: Callable[[], Any], inputs: list[Tensor]) -> Any:
+            nonlocal largest
+            outputs: list[Any] = []
+            largest = max(largest, saved_bytes(lambda: outputs.append(run()), excluding=(*there, *inputs)))
+            return outputs[0]
+
+        with self._fake.running(), weighing(weigh):
+            self._fake.model(**self._batch)
+        return largest
 
     def _count(self, fn: Callable[[], object]) -> int:
         with self._fake.running():
@@ -130,8 +155,8 @@ def saved_bytes(fn: Callable[[], object], *, excluding: Iterable[Tensor] = ()) -
     """Bytes that autograd keeps for the backward pass while `fn` runs a forward pass.
 
     Each storage counts once and whole, however many views of it are saved; storages of `excluding` (the model's
-    parameters and buffers, which are there anyway) do not count. Works on real and on fake tensors. What activation
-    checkpointing saves goes through hooks of its own and is not seen.
+    parameters and buffers, which are there anyway) do not count. Works on real and on fake tensors. Of a layer under
+    activation checkpointing these are its inputs: what its backward pass will compute again is not kept.
     """
     there = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in excluding}
     saved: dict[int, torch.UntypedStorage] = {}  # holds the storages, so that no address is used twice

@@ -152,6 +152,7 @@ def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
     """
     fake = fake_copy(model)
     replica, probe = fake.model.eval(), _Probe()
+    replica.__dict__.pop("forward", None)  # what TRL and accelerate put there runs the model itself, not its copy
     for parameter in replica.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     layers = cast(nn.ModuleList, replica.get_submodule(path))

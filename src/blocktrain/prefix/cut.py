@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import BlocktrainError
 from blocktrain.model.chain import Chain
+from blocktrain.model.loss import whole_logits
 
 
 class CutError(BlocktrainError):
@@ -183,7 +184,8 @@ def _results(output: Any) -> list[Tensor]:
     """What must not change: the logits, and the loss, to which more may belong."""
     if isinstance(output, Tensor):
         return [output]
-    return [result for name in ("logits", "loss") if (result := getattr(output, name, None)) is not None]
+    results = [result for name in ("logits", "loss") if (result := getattr(output, name, None)) is not None]
+    return [whole_logits(result) for result in results]
 
 
 def _close(whole: Tensor, cut: Tensor) -> bool:

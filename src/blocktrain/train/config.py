@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [batch]  [evaluation]  [checkpoint]  [distributed]
+[optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [distributed]  [tracking]
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from blocktrain.blocks.checkpointing import Boundaries
 from blocktrain.blocks.partition import Balance
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.dist.parallel import DistributedConfig
 from blocktrain.errors import ConfigError
+from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import preset
@@ -100,6 +102,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a step keeps on the device, and what it pays to keep less.
+
+    checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
+    boundaries: where those inputs wait: on the "device", or on the "host".
+    loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
+    kernels: "liger" takes Liger's norms and activations (CUDA); "auto" where installed.
+    """
+
+    checkpointing: Literal["off", "layers"] = "off"
+    boundaries: Boundaries = "device"
+    loss_chunk: int | None = None
+    kernels: Kernels = "torch"
+
+    def __post_init__(self) -> None:
+        if self.boundaries == "host" and self.checkpointing == "off":
+            raise ConfigError("boundaries = 'host' says where checkpointed inputs wait: set checkpointing = 'layers'")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(f"loss_chunk must be at least 1 token, not {self.loss_chunk}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """What one optimizer step sees.
 
@@ -152,6 +176,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where the run's figures go beside its own log, each through its own client.
+
+    to: none by default.
+    project: under which the trackers list the run.
+    """
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    project: str = "blocktrain"
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError(f"to names a tracker twice: {', '.join(self.to)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run.
 
@@ -179,10 +219,12 @@ class RunConfig:
     stop: RunLimit = field(default_factory=RunLimit)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: LearningRate = field(default_factory=LearningRate)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.images is None):
@@ -191,6 +233,8 @@ class RunConfig:
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
         if self.text is not None and self.sampling.variants is not None:
             raise ConfigError("sampling.variants is for augmented images; leave it out for text")
+        if self.images is not None and self.memory.loss_chunk is not None:
+            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images]")
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from blocktrain.train.job import Job, build
 from blocktrain.train.schema import to_mapping
 
 
-def export(folder: RunFolder, out: Path) -> Path:
+def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None = None) -> Path:
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
 
-    Weights are written in fp32, bit for bit what training arrived at: under `bf16-exact`, too.
+    Weights are written in fp32, bit for bit what training arrived at: under `bf16-exact`, too. also: called with the
+    folder before it appears, to add something (a model card) to it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
@@ -45,6 +47,8 @@ def export(folder: RunFolder, out: Path) -> Path:
             _save_model(job, temporary)
             if job.tokenizer is not None:
                 job.tokenizer.save(temporary)
+            if also is not None:
+                also(temporary)
             if out.exists():
                 out.rmdir()
             os.rename(temporary, out)

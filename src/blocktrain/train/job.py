@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blocktrain.blocks.activation import evaluating
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.images import ImageConfig, open_images
@@ -18,7 +19,9 @@ from blocktrain.data.text import TextConfig, open_text
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.model.kernels import choose_kernels
 from blocktrain.model.load import load_model
+from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
@@ -27,7 +30,7 @@ from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import OptimizerConfig, RunConfig
-from blocktrain.train.task import Task
+from blocktrain.train.task import Task, to_device
 from blocktrain.units import Pace
 
 
@@ -83,6 +86,10 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         balance=blocks.balance,
         batch=batch,
     )
+    choose_kernels(config.memory.kernels, device)
+    if config.memory.loss_chunk is not None:
+        with evaluating(model):
+            check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
         visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
     )

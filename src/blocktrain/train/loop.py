@@ -28,6 +28,7 @@ from blocktrain.dist.local_steps import parallel
 from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, NoLog, read_events
+from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
@@ -36,6 +37,7 @@ from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.measure import opening_events
+from blocktrain.train.memory import saving_memory
 from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.progress import Progress
 from blocktrain.train.step import StepResult, train_step
@@ -70,7 +72,7 @@ class Loop:
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
-            with self._prefixed:
+            with saving_memory(self.job.partition, self.job.config.memory), self._prefixed:
                 self._train()
         finally:
             self._log.close()
@@ -84,6 +86,8 @@ class Loop:
         self._prefixed = PrefixedSteps(self.job, self.folder.path, opening[1]["flops"]["forward_layers"])
         for event in opening:
             (self._tell if resumed else self._emit)(event)
+        if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
+            apply_liger(self.job.model)  # after counting: its kernels run on no tensor without memory
 
     # -- the run --------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,12 @@ import torch
 
 from blocktrain.blocks.activation import activate, release
 from blocktrain.blocks.block import Block
+from blocktrain.blocks.checkpointing import checkpointed_layers
 from blocktrain.events import Event
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCounter
 from blocktrain.train.job import Job
+from blocktrain.train.memory import saving_memory
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
@@ -74,15 +76,22 @@ def _costs(job: Job) -> dict[str, Any]:
 def _cost(
     job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: float
 ) -> dict[str, Any]:
+    chain, memory = job.partition.chain, job.config.memory
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
-    counter = StepCounter(job.model, batch)
+    checkpointed = checkpointed_layers(chain) if memory.checkpointing == "layers" else []
+    if checkpointed:  # what is computed again depends on the layers' modes
+        layers = layer_costs(chain, batch)
+    with saving_memory(job.partition, memory):
+        counter = StepCounter(job.model, batch)
     release(job.partition)
     step = counter.measure(block.parameters)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     return {
         "flops": round(step.flops * micro_steps),
-        "theory": round(theoretical_step_flops(layers, _active_shares(job, block)) * micro_steps),
+        "theory": round(
+            theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed) * micro_steps
+        ),
         "memory": {
             "weights": sum(p.nbytes for p in job.model.parameters()) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,

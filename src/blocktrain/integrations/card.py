@@ -1,0 +1,190 @@
+"""The model card of an exported run: a README.md whose figures are those of the run's own log.
+
+What a reader of a model wants to know is in the log already: what was trained on what, how long, at which cost, and
+how well. Nothing is written that the run did not find; local paths are cut down to their last part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from blocktrain.errors import CheckpointError
+from blocktrain.report.numerals import flops_text
+from blocktrain.report.run import Evaluation, RunRecord
+from blocktrain.train.checkpoint import checkpoints
+from blocktrain.train.config import RunConfig
+from blocktrain.train.folder import RunFolder
+from blocktrain.units import format_bytes, format_count, format_seconds
+
+CARD = """---
+{header}
+---
+
+# {name}
+
+{model} with {parameters} parameters, trained with [blocktrain](https://arxiv.org/abs/2506.12037): {how}.
+
+## Results
+
+| | |
+|---|---|
+{figures}
+
+Losses are over validation data that were not trained on. FLOPs are counted, not estimated; seconds and memory are those
+of {hardware}.
+
+## Data
+
+{data}
+
+## Configuration
+
+```json
+{config}
+```
+"""
+
+
+def write_card(folder: RunFolder, out: Path) -> None:
+    """Write `out/README.md` for the newest checkpoint of a run, with the header that the Hugging Face hub reads."""
+    (out / "README.md").write_text(card(folder), encoding="utf-8")
+
+
+def card(folder: RunFolder) -> str:
+    """The text of the card; raises `CheckpointError` where there is nothing to describe."""
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise CheckpointError(f"'{folder.path}' has no checkpoint yet, so there is no model to describe")
+    step = int(found[-1].name.removeprefix("step-"))
+    run, config = RunRecord.load(folder.path), folder.config()
+    environment = run.details.get("environment", {})
+    return CARD.format(
+        header=_header(run, config, _evaluation(run, step)).to_yaml(),
+        name=run.header.name,
+        model=run.header.model,
+        parameters=format_count(run.header.parameters),
+        how=_how(run),
+        figures="\n".join(f"| {name} | {value} |" for name, value in _figures(run, step)),
+        hardware=_hardware(environment),
+        data=_data(config),
+        config=json.dumps(_without_places(config.to_mapping()), indent=1, ensure_ascii=False),
+    )
+
+
+def _evaluation(run: RunRecord, step: int) -> Evaluation | None:
+    """The last one of the weights that the checkpoint holds, or of earlier ones."""
+    return next((row for row in reversed(run.evaluations) if row.step <= step), None)
+
+
+def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> ModelCardData:
+    text = run.header.unit == "tokens"
+    metrics = []
+    if found is not None:
+        metrics.append(("loss", "validation loss, nats per token" if text else "validation loss, nats", found.loss))
+        if found.accuracy is not None:
+            metrics.append(("accuracy", "validation accuracy", found.accuracy))
+    task = "text-generation" if text else "image-classification"
+    return ModelCardData(
+        library_name="transformers" if text else "pytorch",
+        pipeline_tag=task,
+        base_model=_base_model(config),
+        tags=["blocktrain", "block-coordinate-descent"],
+        model_name=run.header.name,
+        eval_results=[
+            EvalResult(
+                task_type=task,
+                dataset_type=_last_part(_source(config)),
+                dataset_name=_last_part(_source(config)),
+                dataset_split="validation",
+                metric_type=kind,
+                metric_name=name,
+                metric_value=value,
+            )
+            for kind, name, value in metrics
+        ]
+        or None,
+    )
+
+
+def _base_model(config: RunConfig) -> str | None:
+    """The hub's name of what training started from."""
+    path = config.model.path
+    named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    return path if named and config.model.weights == "pretrained" else None
+
+
+def _how(run: RunRecord) -> str:
+    if run.is_full:
+        return "all parameters at once"
+    count = len(run.header.blocks)
+    return f"every parameter, one of {count} blocks at a time, by block coordinate descent"
+
+
+def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
+    """Rows of the table of results."""
+    found = _evaluation(run, step)
+    text = run.header.unit == "tokens"
+    if found is not None:
+        yield "validation loss", f"{found.loss:.4f} nats per {'token' if text else 'image'} (step {found.step})"
+        if found.loss_per_byte is not None:
+            yield "the same per byte of text", f"{found.loss_per_byte:.4f} nats"
+        if found.accuracy is not None:
+            yield "validation accuracy", f"{found.accuracy:.2%}"
+    yield "optimizer steps", f"{step:,}"
+    yield f"training {run.header.unit}", f"{step * run.header.tokens_per_step:,}"
+    if run.cost is not None:
+        yield "FLOPs", flops_text(run.flops_until(step))
+        if not run.is_full and run.cost.flops_full:
+            share = run.flops_until(step) / (step * run.cost.flops_full) if step else 1.0
+            yield "of as many full steps'", f"{share:.1%}"
+    if run.end is not None:
+        yield "seconds", format_seconds(run.end.seconds)
+        if run.end.peak_memory_bytes:
+            yield "peak memory", format_bytes(run.end.peak_memory_bytes)
+        if run.end.optimizer_bytes:
+            yield "optimizer state held at once, at most", format_bytes(run.end.optimizer_bytes)
+    yield "optimizer", f"{run.header.optimizer}, {run.header.precision}, moments between visits: {run.header.state}"
+
+
+def _hardware(environment: dict[str, Any]) -> str:
+    known = [str(environment[key]) for key in ("device", "processor", "platform") if environment.get(key)]
+    return ", ".join(known) or "the machine it ran on"
+
+
+def _data(config: RunConfig) -> str:
+    if config.text is None:
+        assert config.images is not None
+        return f"Images: `{_last_part(_source(config))}`."
+    text = config.text
+    held_out = (
+        f"`{_last_part(text.validation)}`" if text.validation else f"{text.validation_share:.1%} of the documents"
+    )
+    return (
+        f"Text: `{_last_part(text.source)}` in rows of {text.row_tokens} tokens of `{_last_part(text.tokenizer)}`; "
+        f"validation on {held_out} or the data set's own validation split."
+    )
+
+
+def _source(config: RunConfig) -> str:
+    return config.text.source if config.text is not None else config.images.source  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _last_part(place: str) -> str:
+    """Of a path on this machine the name alone; a hub name, and anything else, as it is."""
+    path = Path(place).expanduser()
+    mine = path.is_absolute() or place.startswith(("./", "../")) or ("/" in place and path.exists())
+    return path.name if mine else place
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_places(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_places(item) for item in value]
+    return _last_part(value) if isinstance(value, str) else value

@@ -1,0 +1,87 @@
+"""The card says what the log says, in a header that the hub accepts, and nothing about this machine's folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+import blocktrain as bt
+from blocktrain.cli.main import main
+from blocktrain.errors import CheckpointError
+from blocktrain.events import read_events
+from blocktrain.integrations.card import card
+from blocktrain.train.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return bt.run(tiny(), tmp_path_factory.mktemp("card") / "run")
+
+
+def table(text: str) -> dict[str, str]:
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def test_figures_are_those_of_the_log(run: RunFolder) -> None:
+    events = read_events(run.events)
+    end = events[-1]
+    shown = table(card(run))
+    assert shown["validation loss"] == f"{end['loss']:.4f} nats per token (step 12)"
+    assert shown["the same per byte of text"] == f"{end['loss_per_byte']:.4f} nats"
+    assert shown["optimizer steps"] == "12"
+    assert shown["training tokens"] == f"{end['tokens']:,}" == "768"
+    cost = events[1]["flops"]
+    assert shown["of as many full steps'"] == f"{4 * sum(cost['blocks']) / (12 * cost['full']):.1%}"
+    assert shown["optimizer"] == "AdamW, fp32, moments between visits: host"
+
+
+def test_the_header_is_the_hubs(run: RunFolder) -> None:
+    data: Any = ModelCard(card(run)).data
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "text-generation"
+    assert "block-coordinate-descent" in data.tags
+    (result,) = data.eval_results
+    assert result.dataset_name == "corpus.txt"
+    assert result.metric_value == read_events(run.events)[-1]["loss"]
+
+
+def test_it_tells_no_folders(run: RunFolder) -> None:
+    text = card(run)
+    assert str(run.path.anchor + run.path.parts[1]) not in text
+    config = json.loads(text.split("```json")[1].split("```")[0])
+    assert config["text"]["source"] == "corpus.txt"
+    assert config["optimizer"]["lr"] == 0.01
+
+
+def test_of_an_interrupted_run_it_describes_the_checkpoint(tiny, tmp_path: Path) -> None:
+    """The log goes on behind the newest checkpoint: those steps are not in the exported weights."""
+
+    class Crash(BaseException):
+        pass
+
+    def crash(event) -> None:
+        if event["kind"] == "evaluation" and event["step"] == 9:
+            raise Crash
+
+    with pytest.raises(Crash):
+        bt.run(tiny(), tmp_path / "run", listeners=[crash])
+    shown = table(card(RunFolder(tmp_path / "run")))
+    assert shown["optimizer steps"] == "8"
+    assert shown["validation loss"].endswith("(step 6)")
+    assert "peak memory" not in shown
+
+
+def test_without_a_checkpoint_there_is_nothing_to_describe(tiny, tmp_path: Path) -> None:
+    RunFolder(tmp_path).create(tiny(), method="bcd", environment={}, command="")
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        card(RunFolder(tmp_path))
+
+
+def test_export_writes_it(run: RunFolder, tmp_path: Path) -> None:
+    assert main(["export", str(run.path), str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "README.md").read_text() == card(run)

@@ -1,0 +1,318 @@
+"""BlockTrainer is the Trainer in blocks: what TrainingArguments say holds, and a resumed run ends as a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import blocktrain as bt
+from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.integrations.hf import Blocks, BlockTrainer
+from blocktrain.optim.precision import join
+
+VISIT = Blocks(count=3, visit=bt.Duration.steps(3))
+
+
+class Crash(BaseException):
+    """As sudden as the power going."""
+
+
+class CrashAt(TrainerCallback):
+    """Stops the process, as far as the trainer can tell, after `step` steps."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Crash
+
+
+class Watch(TrainerCallback):
+    """Calls `look` after each optimizer step."""
+
+    def __init__(self, look: Callable[[], None]):
+        self.look = look
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.look()
+
+
+@pytest.fixture
+def make(model, rows, tmp_path: Path):
+    """`make(blocks, name, callbacks=..., dropout=..., dtype=..., **TrainingArguments)`: a BlockTrainer."""
+
+    def make_trainer(
+        blocks: Blocks | None = VISIT,
+        out: str = "out",
+        *,
+        callbacks: list[TrainerCallback] | None = None,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> BlockTrainer:
+        defaults: dict[str, Any] = {
+            "per_device_train_batch_size": 4,
+            "max_steps": 11,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "optim": "adamw_torch",
+            "lr_scheduler_type": "constant",
+        }
+        args = TrainingArguments(output_dir=str(tmp_path / out), **{**defaults, **arguments})
+        return BlockTrainer(
+            model(dropout=dropout).to(dtype),
+            args,
+            train_dataset=rows(),
+            eval_dataset=rows(8),
+            callbacks=callbacks,
+            blocks=blocks,
+        )
+
+    return make_trainer
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    assert isinstance(trainer.model, nn.Module)
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def outcome(trainer: BlockTrainer) -> dict[str, Any]:
+    """Weights, masters, moments, position, rate and losses: all that must not depend on an interruption."""
+    assert trainer.visiting is not None
+    clocks = ("runtime", "per_second", "train_loss")
+    history = [
+        {key: value for key, value in logged.items() if not any(word in key for word in clocks)}
+        for logged in trainer.state.log_history
+    ]
+    return {"weights": weights(trainer), "optimizer": trainer.visiting.state_dict(), "history": history}
+
+
+def assert_same(first: Any, second: Any, where: str = "") -> None:
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key, value in first.items():
+            assert_same(value, second[key], f"{where}/{key}")
+    elif isinstance(first, list):
+        assert len(first) == len(second), where
+        for index, value in enumerate(first):
+            assert_same(value, second[index], f"{where}/{index}")
+    else:
+        assert first == second, where
+
+
+def test_one_block_is_the_trainer(make, model, rows, tmp_path: Path) -> None:
+    ours = make(Blocks(count=1), weight_decay=0.1, gradient_accumulation_steps=2)
+    ours.train()
+    theirs = Trainer(model(), ours.args, train_dataset=rows())
+    theirs.train()
+    assert_same(weights(ours), weights(theirs))
+
+
+def test_it_is_the_plain_loop(make, model) -> None:
+    """The same rows in a loop of one's own."""
+    trainer = make(max_steps=8, train_sampling_strategy="sequential", max_grad_norm=0.5)
+    trainer.train()
+    mine = model()
+    partition = bt.partition(mine, num_blocks=3)
+    optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0)
+    step = 0
+    for visit in bt.Cyclic(visit=bt.Duration.steps(3)).visits(partition):
+        if step == 8:
+            break
+        with optimizer.visit(visit.block):
+            for _ in range(min(3, 8 - step)):
+                rows = trainer.train_dataset[4 * (step % 8) : 4 * (step % 8) + 4]
+                batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+                labels = torch.tensor(batch["labels"].numel())  # the Trainer has the sum divided by what it counts
+                mine(**batch, num_items_in_batch=labels).loss.backward()
+                optimizer.clip_grad_norm(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+    assert_same(weights(trainer), {name: value.clone() for name, value in mine.state_dict().items()})
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "accumulated, moments on the host": {
+        "blocks": Blocks(count=3, visit=bt.Duration.steps(3), state=bt.KeepOnHost()),
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "dropout": 0.1,
+    },
+    "bf16-exact": {"dtype": torch.bfloat16, "lr_scheduler_type": "linear", "max_grad_norm": 0.1},
+    "blocks smaller than a layer": {"blocks": Blocks(largest=2500, visit=bt.Duration.steps(3)), "max_grad_norm": 0.1},
+    "autocast, activation checkpointing, shuffled blocks": {
+        "blocks": Blocks(count=3, visit=bt.Duration.steps(3), order="shuffled"),
+        "bf16": True,
+        "activation_checkpointing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_ends_as_a_whole_one(make, settings: dict[str, Any]) -> None:
+    """Killed at step 6, resumed from the checkpoint of step 5, in mid-visit: block, step, moments, masters, rate."""
+    settings = {"save_strategy": "steps", "save_steps": 5, **settings}
+    whole = make(out="whole", **settings)
+    whole.train()
+    with pytest.raises(Crash):
+        make(out="killed", callbacks=[CrashAt(6)], **settings).train()
+    resumed = make(out="killed", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.visiting is not None
+    assert (resumed.visiting.visit.index, resumed.visiting.visit_step) == (3, 2)
+    assert_same(outcome(resumed), outcome(whole))
+
+
+def test_visits_are_counted_in_optimizer_steps(make) -> None:
+    """HiFT counts micro-batches, so that accumulation shortens its visits."""
+    seen = []
+    trainer = make(
+        gradient_accumulation_steps=3,
+        max_steps=7,
+        callbacks=[Watch(lambda: seen.append(trainer.visiting.visit.block.index))],
+    )
+    trainer.train()
+    assert seen == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_frozen_layers_run_in_eval_mode(make) -> None:
+    """The Trainer calls `model.train()` before every micro-batch and after every evaluation."""
+    modes: list[tuple[int, list[bool]]] = []
+    trainer = make(dropout=0.1, eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2, max_steps=9)
+    layers = trainer.model.transformer.h
+
+    def look(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            modes.append((trainer.visiting.visit.block.index, [layer.training for layer in layers]))
+
+    trainer.model.register_forward_pre_hook(look)
+    trainer.train()
+    blocks = trainer.visiting.blocks.partition
+    assert len(modes) == 18
+    for index, training in modes:
+        assert training == [any(module is layer for module in blocks[index].modules()) for layer in layers]
+
+
+def test_masters_gradients_are_clipped(make) -> None:
+    """What `model.parameters()` hold is empty under bf16-exact: the trainer would clip nothing and log a norm of 0."""
+    norms: list[float] = []
+    trainer = make(
+        dtype=torch.bfloat16,
+        max_grad_norm=0.01,
+        max_steps=4,
+        callbacks=[
+            Watch(lambda: norms.append(float(torch.nn.utils.get_total_norm(trainer.visiting.blocks.gradients()))))
+        ],
+    )
+    trainer.train()
+    assert norms == pytest.approx([0.01] * 4, rel=1e-3)
+    assert all(logged["grad_norm"] > 0.1 for logged in trainer.state.log_history if "grad_norm" in logged)
+
+
+def test_gradients_do_not_outlive_their_step(make) -> None:
+    """The trainer calls `model.zero_grad()` alone: masters would keep adding up."""
+    left: list[int] = []
+
+    class After(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            left.append(len(trainer.visiting.blocks.gradients()))
+
+    trainer = make(dtype=torch.bfloat16, max_steps=4, callbacks=[After()])
+    trainer.train()
+    assert left == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_best_model_stays_loaded(make, dtype: torch.dtype) -> None:
+    """Loaded in mid-visit, with masters of the last step: further training starts from the best weights, not theirs."""
+    trainer = make(
+        dtype=dtype,
+        max_steps=5,
+        learning_rate=0.5,  # so that it gets worse
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-5"
+    saved = type(trainer.model).from_pretrained(best, dtype=dtype).state_dict()
+    assert_same(weights(trainer), dict(saved))
+    visiting = trainer.visiting
+    visiting.blocks.scale_learning_rate(0.0)
+    visiting.param_groups[0]["lr"] = 0.0
+    trainer.model(**{key: value[None] for key, value in trainer.train_dataset[0].items()}).loss.backward()
+    visiting.step()  # at rate 0, a step only writes the masters back
+    assert_same(weights(trainer), dict(saved))
+
+
+def test_an_exact_run_keeps_what_bf16_leaves_out(make) -> None:
+    """At a rate too small for bf16 nothing moves in the weights, everything in the masters."""
+    trainer = make(dtype=torch.bfloat16, learning_rate=1e-6, max_steps=9)
+    before = weights(trainer)
+    trainer.train()
+    blocks = trainer.visiting.blocks
+    moved = 0
+    for block in blocks.partition:
+        for name, remainder in blocks.block_remainders(block.index).items():
+            moved += int((join(block.parameters[name].data, remainder) != before[name].float()).sum())
+    scalars = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert moved > 0.9 * scalars
+
+
+def test_what_cannot_work_is_refused(make, model) -> None:
+    with pytest.raises(ConfigError, match="visits of 2 epochs"):
+        make(Blocks(visit=bt.Duration.epochs(2))).train()
+    trainer = make()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="BlockTrainer makes its own"):
+        trainer.train()
+    trainer = make()
+    trainer.args.fp16 = True
+    with pytest.raises(ConfigError, match="fp16"):
+        trainer.create_optimizer()
+    trainer = make()
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        trainer.create_optimizer()
+    trainer = make()
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": [], "lr": 0.1})
+    with pytest.raises(ConfigError, match="chooses its own parameters"):
+        trainer.create_optimizer()
+    trainer = make()
+    trainer.create_optimizer()
+    with pytest.raises(CheckpointError, match="not saved by blocktrain"):
+        trainer.visiting.load_state_dict(torch.optim.SGD(model().parameters(), lr=0.1).state_dict())
+
+
+def test_the_class_of_the_optimizer_is_the_users(make) -> None:
+    """Any class with its arguments, Muon's matrices and all."""
+    trainer = make(max_steps=4)
+    trainer.optimizer_cls_and_kwargs = (torch.optim.Muon, {"lr": 1e-3})
+    trainer.train()
+    assert {type(optimizer) for optimizer in trainer.visiting.blocks._require_active().optimizers} == {
+        torch.optim.Muon,
+        torch.optim.AdamW,
+    }
