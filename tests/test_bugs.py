@@ -306,7 +306,7 @@ def test_an_expert_that_no_token_chose_is_left_as_it_is(precision: bt.Precision)
     before = weights_of(model)
     parts = bt.partition(model, num_blocks=2)
     optimizer = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=0.1, precision=precision, state=bt.KeepOnHost())
-    inputs = torch.randn(16, 4).to(precision.weights)
+    inputs = torch.randn(16, 4).to(precision.compute)
     for _ in range(2):  # the second time with the moments kept of those that have some
         with optimizer.visit(parts[1]):
             model(inputs).backward()

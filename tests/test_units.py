@@ -7,7 +7,16 @@ import re
 import pytest
 
 from blocktrain.errors import ConfigError
-from blocktrain.units import Duration, Pace, format_bytes, format_count, format_seconds
+from blocktrain.units import (
+    Dollars,
+    Duration,
+    Pace,
+    format_bytes,
+    format_count,
+    format_seconds,
+    parse_span,
+    parse_tokens,
+)
 
 PACE = Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42)
 
@@ -125,3 +134,35 @@ def test_bytes(count: float, text: str):
 )
 def test_seconds(seconds: float, text: str):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("10B", 10**10), ("1.5M", 1_500_000), ("20000", 20_000), ("2k tokens", 2000), ("1e9", 10**9)]
+)
+def test_tokens_are_read(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["10 bananas", "", "-3", "0", "B"])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of tokens"):
+        parse_tokens(text)
+
+
+def test_money_is_exact() -> None:
+    assert Dollars.parse("500usd") == Dollars.parse("$500") == Dollars.parse("0.5k")
+    assert (Dollars.parse("$0.1") * 3).amount == Dollars.parse("0.3").amount
+    with pytest.raises(ConfigError, match="is not an amount of money"):
+        Dollars.parse("lots")
+
+
+def test_spans_are_read() -> None:
+    assert [parse_span(text) for text in ("3d", "12h", "90min", "2 days", "1w")] == [
+        259200,
+        43200,
+        5400,
+        172800,
+        604800,
+    ]
+    with pytest.raises(ConfigError, match="is not a span of time"):
+        parse_span("soon")

@@ -61,13 +61,13 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
     together = {name: parallel(job.ranks, job.config.distributed) for name, job in jobs.items()}
     with ExitStack() as whole:
         whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
-        whole.enter_context(together["full"].visit(jobs["full"].optimizer))
+        whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
         for block in range(len(jobs["cached"].partition)):
             with ExitStack() as stack:
                 for name in ("uncached", "cached"):
                     visit = visits[name][block]
                     stack.enter_context(jobs[name].optimizer.visit(visit.block))
-                    stack.enter_context(together[name].visit(jobs[name].optimizer))
+                    stack.enter_context(together[name].visit(jobs[name].optimizer.in_visit))
                     prefixed[name].open(visit)
                     times[name].append([])
                 for at in range(STEPS_PER_VISIT):

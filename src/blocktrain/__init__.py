@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from blocktrain.model.loss import chunked_loss
     from blocktrain.model.resnet import resnet
     from blocktrain.optim.block_optimizer import BlockOptimizer
-    from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
+    from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
+    from blocktrain.optim.resting import OnDevice, OnHost
     from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost
     from blocktrain.schedule import Cyclic, Visit
     from blocktrain.stopping import FullLength, Plateau, RunLimit
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "BF16": "optim.precision",
     "BF16_EXACT": "optim.precision",
     "Block": "blocks.block",
     "BlockOptimizer": "optim.block_optimizer",
@@ -43,8 +45,12 @@ _HOME = {
     "Duration": "units",
     "FP32": "optim.precision",
     "FullLength": "stopping",
+    "INT8": "optim.precision",
     "KeepOnDisk": "optim.state",
     "KeepOnHost": "optim.state",
+    "NF4": "optim.precision",
+    "OnDevice": "optim.resting",
+    "OnHost": "optim.resting",
     "Partition": "blocks.block",
     "Plateau": "stopping",
     "Precision": "optim.precision",
@@ -60,8 +66,11 @@ _HOME = {
 }
 
 __all__ = [
+    "BF16",
     "BF16_EXACT",
     "FP32",
+    "INT8",
+    "NF4",
     "Block",
     "BlockOptimizer",
     "BlocktrainError",
@@ -71,6 +80,8 @@ __all__ = [
     "FullLength",
     "KeepOnDisk",
     "KeepOnHost",
+    "OnDevice",
+    "OnHost",
     "Partition",
     "Plateau",
     "Precision",

@@ -10,11 +10,14 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blocktrain.errors import ConfigError
 
@@ -62,6 +65,61 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device's queue; nothing to do on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class SideStream:
+    """A queue for copies between host and device beside the computation's; without CUDA copies are made at once.
+
+    to_device    memory of the computation's stream, filled by the side stream:  join() before it is read or dropped
+    to_host      page-locked memory, filled by the side stream:                  wait() before it is read
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device: itself if it is there already."""
+        if tensor.device == self.device:
+            return tensor
+        copy = torch.empty_like(tensor, device=self.device)
+        with self._queue():
+            return copy.copy_(tensor, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` on the host."""
+        if self._stream is None:
+            return tensor.to("cpu", copy=True)
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        with self._queue():
+            copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return copy
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory that the device can read by itself."""
+        on_host = tensor.cpu()
+        return on_host if self._stream is None else on_host.pin_memory()
+
+    def join(self) -> None:
+        """Let what is computed from now on come after the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def wait(self) -> None:
+        """Return when the copies are made."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @contextmanager
+    def _queue(self) -> Iterator[None]:
+        """Inside, what is queued comes after what the computation has queued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 def peak_memory_bytes(device: torch.device) -> int:

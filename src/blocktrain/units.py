@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 from blocktrain.errors import ConfigError
@@ -91,6 +92,57 @@ class Duration:
 
     def __str__(self) -> str:
         return f"{format_count(self.value)} {self.unit}"
+
+
+_COUNT = re.compile(rf"^\s*({_NUMBER})\s*([kmbgt]?)(?:\s*tokens?)?\s*$", re.I)
+_MONEY = re.compile(r"^\s*(?:\$|usd)?\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*(k?)\s*(?:usd|dollars?)?\s*$", re.I)
+_SPAN = re.compile(rf"^\s*({_NUMBER})\s*(s|m|min|h|d|w)(?:ours?|ays?|eeks?|inutes?|econds?)?\s*$", re.I)
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+@dataclass(frozen=True, order=True)
+class Dollars:
+    """US dollars, exact as far as they were given; sums and products are decimal.
+
+    >>> str(Dollars.parse("500usd")), str(Dollars.parse("$0.29") * 8), str(Dollars(Decimal("1234567")))
+    ('$500', '$2.32', '$1,234,567')
+    """
+
+    amount: Decimal
+
+    @classmethod
+    def parse(cls, text: str) -> Dollars:
+        """Read `"500usd"`, `"$0.29"` or `"1.5k"`; raises `ConfigError` for anything else."""
+        match = _MONEY.match(text)
+        if match is None:
+            raise ConfigError(f"'{text}' is not an amount of money; write for example '500usd' or '$0.29'")
+        number, thousand = match.groups()
+        return cls(Decimal(number.replace(",", "").replace("_", "")) * (1000 if thousand else 1))
+
+    def __mul__(self, factor: float | Decimal) -> Dollars:
+        return Dollars(self.amount * Decimal(str(factor)))
+
+    def __str__(self) -> str:
+        whole = abs(self.amount) >= 100 or self.amount == self.amount.to_integral_value()
+        return f"${self.amount:,.0f}" if whole else f"${self.amount:,.2f}"
+
+
+def parse_tokens(text: str) -> int:
+    """`parse_tokens("10B") == 10_000_000_000`; raises `ConfigError` for what is no positive count."""
+    match = _COUNT.match(text)
+    count = float(match[1].replace("_", "")) * _SUFFIX[match[2].lower()] if match else 0.0
+    if not 1 <= count < math.inf:
+        raise ConfigError(f"'{text}' is not a number of tokens; write for example '10B', '1.5M' or '20000'")
+    return round(count)
+
+
+def parse_span(text: str) -> float:
+    """Seconds of wall time: `parse_span("3d") == 259200.0`, `parse_span("90 min") == 5400.0`."""
+    match = _SPAN.match(text)
+    seconds = float(match[1].replace("_", "")) * _SECONDS[match[2].lower()] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"'{text}' is not a span of time; write for example '3d', '12h' or '90min'")
+    return seconds
 
 
 def format_bytes(count: float) -> str:

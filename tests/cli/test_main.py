@@ -143,7 +143,7 @@ BAD = {
     "no blocks": (["--set", "blocks.count=0"], "[blocks] count must be at least 1, not 0"),
     "too many blocks": (["--set", "blocks.count=99"], "99 blocks need at least 99 layers; the model has 6"),
     "pattern": (["--set", 'blocks.patterns=[["h.0"], ["*"]]'], "pattern 'h.0' of block 0 matches no layer"),
-    "long rows": (["--set", "text.row_tokens=99"], "text.row_tokens = 99 is longer than the model's 16 positions"),
+    "long rows": (["--set", "text.row_tokens=99"], "row_tokens = 99 is longer than the model's 16 positions"),
     "small vocabulary": (
         ["--set", "model.config.vocab_size=100"],
         "vocabulary (100) is smaller than the tokenizer's (257)",

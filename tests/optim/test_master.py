@@ -38,43 +38,70 @@ def test_masters_begin_where_they_ended(weights: dict[str, nn.Parameter]):
         for master in masters.parameters.values():
             master.add_(1e-6)
     left = {name: master.detach().clone() for name, master in masters.parameters.items()}
-    again = Masters(Block(0, (), weights), masters.close())
+    again = Masters(Block(0, (), weights), masters.remainders())
     assert all(torch.equal(again.parameters[name], value) for name, value in left.items())
+
+
+def test_without_remainders_a_master_is_the_weight(weights: dict[str, nn.Parameter]):
+    lower(weights)
+    masters = Masters(Block(0, (), weights), {})
+    assert all(torch.equal(masters.parameters[name], weight.float()) for name, weight in weights.items())
 
 
 def test_the_model_follows_its_masters(weights: dict[str, nn.Parameter]):
     masters = Masters(Block(0, (), weights), lower(weights))
-    with torch.no_grad():
+    before = weights["a"].detach().clone()
+    weights["b"].sum().backward()
+    with masters.stepping(["a", "b"]), torch.no_grad():
+        assert masters.parameters["a"].grad is None
+        assert masters.parameters["b"].grad is not None
         masters.parameters["b"].fill_(1.0 + 2**-12)
-    masters.write_weights()
+    assert torch.equal(weights["a"], before)
     assert torch.equal(weights["b"], torch.ones(7, dtype=torch.bfloat16))
     assert torch.equal(masters.remainders()["b"], torch.full((7,), 2**11, dtype=torch.int16))  # 2^-12 in units of 2^-23
+    assert masters.gradients() == {}  # used up
 
 
-def test_gradients_go_to_the_master_during_a_visit_and_stay_after_it(weights: dict[str, nn.Parameter]):
+def test_the_first_gradient_stays_as_it_is_and_the_second_widens_it(weights: dict[str, nn.Parameter]):
+    """One micro-batch a step needs no fp32 copy of its gradients."""
     masters = Masters(Block(0, (), weights), lower(weights))
     (weights["a"].sum() * 2).backward()
-    gradient = masters.parameters["a"].grad
-    assert gradient is not None
-    assert torch.equal(gradient, torch.full((5, 3), 2.0))
     assert weights["a"].grad is None
+    assert masters.collected["a"].dtype == torch.bfloat16
+    (weights["a"].sum() * 2**-9).backward()  # bf16 would lose it
+    assert torch.equal(masters.collected["a"], torch.full((5, 3), 2.0 + 2**-9))
+
+
+def test_gradients_go_to_the_master_during_a_visit_and_stay_with_the_weight_after_it(weights: dict[str, nn.Parameter]):
+    masters = Masters(Block(0, (), weights), lower(weights))
+    (weights["a"].sum() * 2).backward()
+    assert torch.equal(masters.gradients()["a"], torch.full((5, 3), 2.0))
     masters.close()
     weights["a"].sum().backward()
     assert weights["a"].grad is not None
-    assert torch.equal(gradient, torch.full((5, 3), 2.0))
+    assert masters.gradients() == {}
+
+
+def test_scaling_waits_until_gradients_are_widened(weights: dict[str, nn.Parameter]):
+    masters = Masters(Block(0, (), weights), lower(weights))
+    weights["b"].sum().backward()
+    assert masters.norm().item() == pytest.approx(7**0.5)
+    masters.scale(torch.tensor(1 / 3))
+    assert masters.norm().item() == pytest.approx(7**0.5 / 3)
+    assert masters.collected["b"].dtype == torch.bfloat16
+    weights["b"].sum().backward()  # one that comes later is not scaled
+    assert torch.equal(masters.gradients()["b"], torch.full((7,), 1.0).mul(torch.tensor(1 / 3)).add(1.0))
 
 
 def test_rows_of_fp32_weights_are_moved_in_place(weights: dict[str, nn.Parameter]):
     before = weights["a"].detach().clone()
     masters = Masters(Block(0, (), {"a": weights["a"]}, {"a": range(1, 3)}), {})
     (weights["a"].sum() * 2).backward()
-    gradient = masters.parameters["a"].grad
-    assert gradient is not None
+    gradient = masters.gradients()["a"]
     assert torch.equal(gradient, torch.full((2, 3), 2.0))
     assert gradient.untyped_storage().nbytes() == 2 * 3 * 4  # the other rows' gradient is not kept alive
-    with torch.no_grad():
+    with masters.stepping(["a"]), torch.no_grad():
         masters.parameters["a"].add_(1)
-    masters.write_weights()
-    assert masters.close() == {}
+    assert masters.remainders() == {}
     assert torch.equal(weights["a"][1:3], before[1:3] + 1)
     assert torch.equal(weights["a"][[0, 3, 4]], before[[0, 3, 4]])

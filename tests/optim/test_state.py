@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def test_a_file_that_is_gone_or_damaged_is_an_error_not_a_fresh_start(tmp_path: 
     store = KeepOnDisk(tmp_path)
     assert store.get(0) is None
     store.put(0, STATE)
+    store.get(0)  # waits for the file
     (file,) = tmp_path.iterdir()
     for damage in (lambda: file.write_bytes(b"junk"), file.unlink):
         damage()
@@ -119,7 +121,9 @@ def test_a_file_that_is_gone_or_damaged_is_an_error_not_a_fresh_start(tmp_path: 
 
 
 def test_nothing_is_pickled(tmp_path: Path):
-    KeepOnDisk(tmp_path).put(0, STATE)
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    store.get(0)
     (file,) = tmp_path.iterdir()
     tensors = safetensors.torch.load_file(file)
     assert {name for name in tensors if name.startswith("h.0")} == {
@@ -135,11 +139,13 @@ def test_a_write_that_fails_leaves_the_state_before_it(tmp_path: Path):
     """The system refuses to let a file grow past 4 KiB, as a full disk would."""
     store = KeepOnDisk(tmp_path)
     store.put(0, STATE)
+    assert_same(store.get(0), STATE)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
+        store.put(0, {"w": {"exp_avg": torch.zeros(4096)}})
         with pytest.raises(StorageError, match=r"no room left while writing '.*block-0\.safetensors'"):
-            store.put(0, {"w": {"exp_avg": torch.zeros(4096)}})
+            store.get(0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_same(store.get(0), STATE)
@@ -148,5 +154,64 @@ def test_a_write_that_fails_leaves_the_state_before_it(tmp_path: Path):
 def test_a_half_written_file_is_never_read(tmp_path: Path):
     (tmp_path / "block-0.partial").write_bytes(encode_state(STATE)[:100])
     assert KeepOnDisk(tmp_path).get(0) is None
-    KeepOnDisk(tmp_path).put(0, STATE)
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    assert_same(store.get(0), STATE)
     assert [path.name for path in tmp_path.iterdir()] == ["block-0.safetensors"]
+
+
+def test_putting_returns_before_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+
+    def slow(state: BlockState) -> bytes:
+        assert go.wait(10)
+        return encode_state(state)
+
+    monkeypatch.setattr("blocktrain.optim.state.encode_state", slow)
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    assert store.holds(0)
+    assert list(tmp_path.iterdir()) == []
+    go.set()
+    assert_same(store.get(0), STATE)
+
+
+def test_what_was_prefetched_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store, reads = KeepOnDisk(tmp_path), []
+    monkeypatch.setattr(
+        "blocktrain.optim.state.decode_state", lambda data: (reads.append(len(data)), decode_state(data))[1]
+    )
+    store.put(0, STATE)
+    store.prefetch(0)
+    store.prefetch(0)
+    store.prefetch(1)  # nothing is kept of it
+    assert_same(store.get(0), STATE)
+    assert len(reads) == 1
+    assert_same(store.get(0), STATE)
+    assert len(reads) == 2
+
+
+def test_what_was_prefetched_is_not_used_once_there_is_newer(tmp_path: Path):
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    store.prefetch(0)
+    store.put(0, {"w": {"step": 2}})
+    assert_same(store.get(0), {"w": {"step": 2}})
+
+
+@pytest.mark.parametrize("use", ["put", "get"])
+def test_an_error_behind_is_raised_at_the_next_use(tmp_path: Path, use: str):
+    blocked = tmp_path / "a file, not a folder"
+    blocked.touch()
+    store = KeepOnDisk(blocked)
+    store.put(0, STATE)
+    with pytest.raises(StorageError, match="cannot write"):
+        store.put(1, STATE) if use == "put" else store.get(0)
+
+
+def test_clearing_waits_and_forgets_errors(tmp_path: Path):
+    store = KeepOnDisk(tmp_path)
+    store.put(0, STATE)
+    store.clear()
+    assert list(tmp_path.iterdir()) == []
+    assert store.get(0) is None

@@ -102,6 +102,32 @@ def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
     assert fingerprints(parts.chain, [1]) != before
 
 
+@pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
+def test_resting_weights_are_told_apart(precision: bt.Precision):
+    """All of them are NaN to whoever does not ask what they stand for."""
+    found = set()
+    for number in (0.0, 1.0):
+        sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with torch.no_grad():
+            for p in sequential.parameters():
+                p.fill_(number)
+                p.view(-1)[0] = 2
+        bt.BlockOptimizer(bt.partition(sequential, num_blocks=2), torch.optim.SGD, precision=precision)
+        assert sequential[0].weight.isnan().all()
+        found.add(fingerprints(chain_of(sequential), [1])[1])
+    assert len(found) == 2
+
+
+def test_weights_on_the_host_are_those_on_the_device():
+    found = set()
+    for place in (bt.OnDevice(), bt.OnHost()):
+        torch.manual_seed(0)
+        parts = bt.partition(model(), num_blocks=2)
+        bt.BlockOptimizer(parts, torch.optim.SGD, precision=bt.BF16_EXACT, frozen=place)
+        found.add(fingerprints(parts.chain, [2])[2])
+    assert len(found) == 1
+
+
 # -- stale ------------------------------------------------------------------------------------------------------------
 
 

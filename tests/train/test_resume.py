@@ -23,6 +23,13 @@ VARIANTS = {
     "sgd-disk": ["optimizer.name=SGD", "optimizer.options.momentum=0.9", "optimizer.state=disk"],
     "muon-host": ["optimizer.name=Muon"],
     "bf16-exact": ["precision=bf16-exact"],
+    "masters rebuilt": ["precision=bf16"],
+    "int8 from the host, 8-bit moments": [
+        "precision=int8",
+        "memory.frozen=host",
+        "optimizer.moments=8bit",
+        "optimizer.state=disk",
+    ],
     "rows and parts of layers": ["blocks.largest=2000", "schedule.visit=2 steps", "schedule.sweeps=1"],
     "plateau": ["schedule.plateau.patience=1 steps", "schedule.plateau.threshold=0.5", "schedule.sweeps=2"],
     "micro-batches, shuffled": ["batch.micro_rows=2", "schedule.order=shuffled", "blocks.frozen_dropout=true"],

@@ -116,6 +116,8 @@ class LiveLine:
         parts.append(f"validation {_figure(event)}")
         if event.get("accuracy") is not None:
             parts.append(f"accuracy {100 * event['accuracy']:.2f} %")
+        if event.get("exact_match") is not None:
+            parts.append(f"exact match {100 * event['exact_match']:.1f} %")
         parts.append(format_seconds(event["seconds"]))
         self.console.print("  " + "  ".join(parts), highlight=False)
 

@@ -1,4 +1,4 @@
-"""`blocktrain train | resume | compare | ...`: arguments, exit codes, and errors as one message.
+"""`blocktrain train | resume | compare | plan | ...`: arguments, exit codes, and errors as one message.
 
 Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one message and nothing half-written;
 128 + signal after Ctrl-C or SIGTERM, with a checkpoint written.
@@ -70,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--methods", default="full,bcd", metavar="A,B", help="what to compare, in this order (default: %(default)s)"
     )
+    _plan(add("plan", _lazy("planning", "plan"), "what fits, how long it takes and what it costs, before renting"))
+    add("calibrate", _lazy("planning", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
     report = add("report", _lazy("showing", "report"), "write report.html for one run, or one page for several")
     report.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="where (default: report.html in the first folder)")
@@ -91,6 +93,40 @@ def _configuration(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--out", type=Path, metavar="DIR", help="a new folder (default: runs/NAME, or runs/NAME-compare; numbered)"
     )
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    def text(flag: str, default: str | None, words: str, metavar: str = "X") -> None:
+        more = "" if default is None else " (default: %(default)s)"
+        sub.add_argument(flag, default=default, metavar=metavar, help=words + more)
+
+    def number(flag: str, default: int, words: str) -> None:
+        sub.add_argument(flag, type=int, default=default, metavar="N", help=f"{words} (default: %(default)s)")
+
+    sub.add_argument("--model", required=True, metavar="NAME", help="a preset, or a Hugging Face config.json or folder")
+    sub.add_argument("--tokens", required=True, metavar="10B", help="that full training would see")
+    sub.add_argument("--gpu", required=True, metavar="NAME", help="rtx4090, a100-80, ... or this-machine")
+    number("--gpus", 1, "cards in a node")
+    number("--nodes", 1, "nodes")
+    number("--seq", 1024, "tokens in a row")
+    number("--rows", 64, "rows in an optimizer step, over all cards")
+    text("--method", "bcd", "bcd, full, offload, several with commas, or all", "M")
+    text("--blocks", "auto", "auto, or how many", "M")
+    text("--precision", "auto", "auto, fp32 or bf16-exact", "P")
+    sub.add_argument("--checkpointing", choices=("auto", "none", "layers"), default="auto", help="of activations")
+    sub.add_argument("--cache", choices=("auto", "off", "device", "host", "disk"), default="auto", help="of the prefix")
+    number("--cache-epochs", 1, "passes over a cached subset in a visit")
+    text("--multiplier", "average", "B-F: average, worst or tables of the paper, a number, a comparison's folder", "B")
+    text("--budget", None, "for example 500usd", "USD")
+    text("--deadline", None, "for example 3d or 12h", "SPAN")
+    text("--price", None, "of one card and hour, instead of a provider's", "USD")
+    text("--provider", None, "whose prices: wuwen, autodl, parallel, anygpu, galaxy, hengyuan", "NAME")
+    sub.add_argument("--hardware", type=Path, metavar="FILE", help="further cards, links, prices; as hardware.toml")
+    sub.add_argument("--host-memory", type=float, metavar="GIB", help="of host memory for one card")
+    sub.add_argument("--disk", type=float, metavar="GIB", help="of disk in a node")
+    sub.add_argument("--out", type=Path, metavar="FILE", help="write the configuration that 'train' runs")
+    sub.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    sub.add_argument("--verify", action="store_true", help="run a memory tracker on the best layout (imports PyTorch)")
 
 
 class _Version(argparse.Action):

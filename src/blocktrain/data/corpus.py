@@ -10,18 +10,21 @@ from typing import Any
 from blocktrain.data.document import Corpus, Document, Split
 from blocktrain.data.files import Files, files_state, find_files
 from blocktrain.data.hub import HubCorpus, is_hub_name
-from blocktrain.data.records import DOCUMENT_SUFFIXES, file_documents
+from blocktrain.data.records import DOCUMENT_SUFFIXES, RECORD_SUFFIXES, file_documents, file_records
 from blocktrain.data.stdlib import stdlib_files, stdlib_name
 from blocktrain.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileCorpus:
-    """Documents in files: one per text file, one per row of `.jsonl`, `.parquet` and `.arrow`."""
+    """Documents in files: one per text file, one per row of `.jsonl`, `.parquet` and `.arrow`.
+
+    text_field: the field of a row that is the text; None: all its fields, as JSON.
+    """
 
     name: str
     files: Files
-    text_field: str
+    text_field: str | None
 
     @property
     def splits(self) -> tuple[Split, ...]:
@@ -31,27 +34,29 @@ class FileCorpus:
     def documents(self, split: Split) -> Iterator[Document]:
         """The documents of `split`, file by file in the order of their names."""
         for file in self.files[split]:
-            yield from file_documents(file, self.text_field)
+            yield from file_records(file) if self.text_field is None else file_documents(file, self.text_field)
 
     def state(self) -> list[Any]:
         """Name, size and time of last change of every file."""
         return files_state(self.files)
 
 
-def open_corpus(source: str, *, text_field: str = "text") -> Corpus:
+def open_corpus(source: str, *, text_field: str | None = "text") -> Corpus:
     """The corpus that `source` names; nothing is read yet but names.
 
     `source` is `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
-    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text. Raises `DataError` when
-    there is no such thing.
+    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text; None reads
+    rows with all their fields, as JSON, from `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`. Raises
+    `DataError` when there is no such thing.
     """
-    if source == "stdlib":
+    if source == "stdlib" and text_field is not None:
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field)
     path = Path(source).expanduser()
+    suffixes = RECORD_SUFFIXES if text_field is None else DOCUMENT_SUFFIXES
     if path.exists():
-        files = find_files(path, DOCUMENT_SUFFIXES)
+        files = find_files(path, suffixes)
         return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field)
-    if is_hub_name(source) and path.suffix not in DOCUMENT_SUFFIXES:
+    if is_hub_name(source) and path.suffix not in suffixes:
         return HubCorpus(source, text_field=text_field)
     raise DataError(
         f"no file or folder '{source}' (looked in '{Path.cwd()}'); give a path, 'stdlib', or a data set of the "

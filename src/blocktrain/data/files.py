@@ -31,7 +31,7 @@ _WORDS: Mapping[str, Split] = {
 }
 _SHARD = re.compile(r"[-_.]\d+-of-\d+.*$")
 # Files that hold data; source code of the same name ("test_order.py") says nothing about a split.
-_NAMES_A_SPLIT = frozenset({".txt", ".tokens", ".jsonl", ".parquet", ".arrow"})
+_NAMES_A_SPLIT = frozenset({".txt", ".tokens", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -29,7 +30,7 @@ class HubCorpus:
     the hub is not noticed until the folder it was tokenised into is deleted.
     """
 
-    def __init__(self, source: str, *, text_field: str):
+    def __init__(self, source: str, *, text_field: str | None):
         self.name = source
         self._path, _, configuration = source.partition(":")
         self._configuration = configuration or None
@@ -58,7 +59,7 @@ class HubCorpus:
         return tuple(self._parts)
 
     def documents(self, split: Split) -> Iterator[Document]:
-        """The rows of `split` as documents; ids are `part#row`."""
+        """The rows of `split` as documents: their text field, or all fields as JSON. Ids are `part#row`."""
         datasets = _datasets(self.name)
         for part in self._parts[split]:
             try:
@@ -66,6 +67,10 @@ class HubCorpus:
             except Exception as error:  # as above
                 raise self._unreadable(error) from error
             columns = rows.column_names
+            if self._text_field is None:
+                for row, record in enumerate(rows):
+                    yield Document(id=f"{part}#{row}", text=json.dumps(record, ensure_ascii=False, default=str))
+                continue
             if self._text_field not in columns:
                 known = nearest(self._text_field, columns)
                 raise DataError(f"data set '{self.name}' has no field '{self._text_field}'; {known} (text_field)")

@@ -86,6 +86,10 @@ class ImageRows:
         """Names these images: the folder is called by what it was decoded from."""
         return f"{self.folder.parent.name}/{self.folder.name}, augment {self.augment}, seed {self._seed}"
 
+    def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """One prediction an image: ones, int64 (B,)."""
+        return np.ones(len(indices), np.int64)
+
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
         """Images `indices` as `pixel_values`, float32 (B, 3, H, W), and their `labels`, int64 (B,).
 

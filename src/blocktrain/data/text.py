@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from blocktrain.data.cachefolder import cached_folder, default_home
-from blocktrain.data.corpus import FileCorpus, open_corpus
-from blocktrain.data.document import Corpus, Document, Split
-from blocktrain.data.holdout import hold_out
 from blocktrain.data.pack import FORMAT, pack
+from blocktrain.data.splits import open_sources, splits
 from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
 from blocktrain.data.tokenrows import TokenRows
-from blocktrain.errors import ConfigError, DataError
+from blocktrain.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,7 @@ def open_text(config: TextConfig) -> TextData:
     the cache cannot be written.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    corpora = [open_corpus(source, text_field=config.text_field) for source in _sources(config)]
-    _require_disjoint(config, corpora)
+    corpora = open_sources(config.source, config.validation, text_field=config.text_field)
     key = {
         "format": FORMAT,
         "corpora": [corpus.name for corpus in corpora],
@@ -77,10 +72,9 @@ def open_text(config: TextConfig) -> TextData:
     }
 
     def write(folder: Path) -> None:
-        train, validation = _splits(config, corpora)
-        pack(_some(train, f"'{config.source}' holds no text to train on"), tokenizer, folder / "train")
-        other = config.validation or config.source
-        pack(_some(validation, f"'{other}' holds no text for validation"), tokenizer, folder / "validation")
+        train, validation = splits(corpora, share=config.validation_share, limit=config.max_documents)
+        pack(train, tokenizer, folder / "train")
+        pack(validation, tokenizer, folder / "validation")
 
     home = Path(config.cache).expanduser() if config.cache else default_home()
     folder = cached_folder(home, "text", key=key, state=[corpus.state() for corpus in corpora], write=write)
@@ -89,54 +83,3 @@ def open_text(config: TextConfig) -> TextData:
         validation=TokenRows.open(folder / "validation", row_tokens=config.row_tokens),
         tokenizer=tokenizer,
     )
-
-
-def _sources(config: TextConfig) -> list[str]:
-    return [config.source] if config.validation is None else [config.source, config.validation]
-
-
-def _splits(config: TextConfig, corpora: list[Corpus]) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Training and validation documents."""
-    corpus, limit = corpora[0], config.max_documents
-    if "train" not in corpus.splits:
-        raise DataError(f"'{config.source}' has no training data, only {' and '.join(corpus.splits)} data")
-    other = corpora[-1]
-    held_out = _held_out_split(other)
-    if held_out is None and other is corpus:
-        return hold_out(lambda: islice(corpus.documents("train"), limit), config.validation_share)
-    return islice(corpus.documents("train"), limit), islice(other.documents(held_out or "train"), limit)
-
-
-def _held_out_split(corpus: Corpus) -> Split | None:
-    """The test split serves only where there is no validation split: choices made on it would spoil it."""
-    for split in ("validation", "test"):
-        if split in corpus.splits:
-            return split
-    return None
-
-
-def _require_disjoint(config: TextConfig, corpora: list[Corpus]) -> None:
-    """Two sources may be folders that overlap."""
-    if len(corpora) == 1:
-        return
-    train, other = corpora
-    if isinstance(train, FileCorpus) and isinstance(other, FileCorpus):
-        read = {file.path.resolve() for file in train.files.get("train", ())}
-        for file in other.files[_held_out_split(other) or "train"]:
-            if file.path.resolve() in read:
-                raise DataError(
-                    f"'{file.path}' would be in both source '{config.source}' and validation '{config.validation}'; "
-                    "leave validation out to hold out a share of the source"
-                )
-    elif train.name == other.name and _held_out_split(other) is None:
-        raise DataError(f"source and validation are both '{train.name}', which has no validation split")
-
-
-def _some(documents: Iterable[Document], otherwise: str) -> Iterator[Document]:
-    """The same documents; raises `DataError` once it turns out that there are none."""
-    empty = True
-    for document in documents:
-        empty = False
-        yield document
-    if empty:
-        raise DataError(otherwise)

@@ -50,6 +50,11 @@ class Tokenizer(Protocol):
         """The text of `ids`; bytes that are not UTF-8 become the replacement character."""
         ...
 
+    @property
+    def pretrained(self) -> PreTrainedTokenizerBase:
+        """An equal tokenizer of `transformers`: it renders chat templates. What is set on it is saved with it."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write it so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids."""
         ...
@@ -71,21 +76,35 @@ class ByteTokenizer:
         """The text of `ids`; the end of a document has none."""
         return bytes(token for token in ids if token != self.eos).decode(errors="replace")
 
-    def save(self, folder: Path) -> None:
-        """Write an equal Hugging Face tokenizer: a byte-level model without merges.
+    _pretrained: PreTrainedTokenizerBase | None = None
+
+    @property
+    def pretrained(self) -> PreTrainedTokenizerBase:
+        """An equal Hugging Face tokenizer, made when first asked for.
 
         The ids are the same for every text but one that spells `<|endoftext|>` out: Hugging Face reads that as the
         end of a document, here it is 13 bytes.
         """
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-        from transformers import PreTrainedTokenizerFast
+        if self._pretrained is None:
+            self._pretrained = _byte_level()
+        return self._pretrained
 
-        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-        backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-        _save(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT), folder)
+    def save(self, folder: Path) -> None:
+        """Write the equal Hugging Face tokenizer."""
+        _save(self.pretrained, folder)
+
+
+def _byte_level() -> PreTrainedTokenizerBase:
+    """A byte-level model without merges."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
 
 
 def _byte_letters() -> list[str]:
@@ -102,16 +121,17 @@ class HuggingFaceTokenizer:
     """A tokenizer of `transformers`."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
-        """Wrap `tokenizer`; raises `DataError` if it has no token for the end of a text."""
-        if not isinstance(tokenizer.eos_token_id, int):
+        """Wrap `tokenizer`; raises `DataError` if it has no token that ends a text (an encoder's is its separator)."""
+        ends = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if not isinstance(ends, int):
             raise DataError(
                 f"tokenizer '{name}' has no end-of-text token, so documents cannot be told apart; "
                 "use one made for a causal language model"
             )
         self.name = name
-        self.eos = tokenizer.eos_token_id
+        self.eos = ends
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self._tokenizer = tokenizer
+        self.pretrained = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend
         if backend is not None:  # limits of some model's length that its tokenizer.json may carry
@@ -125,16 +145,16 @@ class HuggingFaceTokenizer:
         if self._backend is not None:  # 2.7 times as fast as calling the tokenizer, which also finds offsets
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        rows = self.pretrained(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.array(row, np.uint32) for row in rows]  # pyright: ignore[reportGeneralTypeIssues]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens are spelt out."""
-        return str(self._tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+        return str(self.pretrained.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
         """Write it as `transformers` does."""
-        _save(self._tokenizer, folder)
+        _save(self.pretrained, folder)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -80,6 +80,10 @@ class TokenRows:
         """Mean bytes of text a token stands for; a loss in nats per token divided by it is in nats per byte."""
         return self.meta.text_bytes / self.meta.tokens
 
+    def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """How many tokens of each row are predicted: all but the first, int64 (B,)."""
+        return np.full(len(indices), self.row_tokens - 1, np.int64)
+
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
         """Rows `indices` as `input_ids`, int64 (B, T), and as `labels`, the same tensor: the model shifts them.
 

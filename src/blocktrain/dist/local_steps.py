@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from blocktrain.dist.drift import require_equal
 from blocktrain.dist.parallel import (
     DTYPES,
+    Active,
     DistributedConfig,
     EveryStep,
-    Optimizer,
     Parallel,
     average,
     batch_statistics,
@@ -47,31 +47,30 @@ class LocalSteps:
         self.config = config
         self.settled = True
         self._every = config.sync_every
-        self._optimizer: Optimizer | None = None
+        self._active: Active | None = None
         self._anchor: dict[str, Tensor] = {}  # what the ranks last agreed on
 
     @contextmanager
-    def visit(self, optimizer: Optimizer) -> Iterator[None]:
+    def visit(self, active: Active) -> Iterator[None]:
         """Starts from what all ranks have; ends with an averaging, where steps were taken since the last."""
-        block = optimizer.active
-        assert block is not None, "a visit has an active block"
-        self._optimizer = optimizer
-        self._anchor = {name: parameter.detach().clone() for name, parameter in optimizer.trained.items()}
+        self._active = active
+        self._anchor = {name: parameter.detach().clone() for name, parameter in active.trained.items()}
         yield
         if not self.settled:
             self._average()
-        require_equal(self.ranks, block, optimizer.trained)
-        self._optimizer, self._anchor = None, {}
+        require_equal(self.ranks, active.block, active.trained)
+        self._active, self._anchor = None, {}
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         """Gradients stay here, scaled from this rank's part of the step's mean loss to the mean over its own rows. A
         missing one is a zero, so that every rank has the same moments to average."""
         yield
-        for parameter in self._in_visit().trained.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.mul_(self.ranks.size)
+        active = self._in_visit()
+        for name, parameter in active.trained.items():
+            gradient = active.gradient(name)
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            active.put_gradient(name, gradient.mul_(self.ranks.size))
 
     def stepped(self, step: int) -> None:
         """Average when it is time."""
@@ -79,22 +78,21 @@ class LocalSteps:
         if (step + 1) % self._every == 0:
             self._average()
 
-    def _in_visit(self) -> Optimizer:
-        assert self._optimizer is not None, "steps are taken inside a visit"
-        return self._optimizer
+    def _in_visit(self) -> Active:
+        assert self._active is not None, "steps are taken inside a visit"
+        return self._active
 
     @torch.no_grad()
     def _average(self) -> None:
-        optimizer = self._in_visit()
+        active = self._in_visit()
         dtype = DTYPES[self.config.reduce_dtype]
-        moved = {name: self._anchor[name] - parameter.detach() for name, parameter in optimizer.trained.items()}
+        moved = {name: self._anchor[name] - parameter.detach() for name, parameter in active.trained.items()}
         average(self.ranks, list(moved.values()), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
-        for name, entries in optimizer.entries().items():
-            self._outer_step(name, optimizer.trained[name], moved[name], entries)
-        average(self.ranks, self._moments(optimizer), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
-        block = optimizer.active
-        average(self.ranks, [] if block is None else batch_statistics(block))
-        optimizer.write_weights()
+        for name, entries in active.entries().items():
+            self._outer_step(name, active.trained[name], moved[name], entries)
+        average(self.ranks, self._moments(active), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
+        average(self.ranks, batch_statistics(active.block))
+        active.write_weights()
         self.settled = True
 
     def _outer_step(self, name: str, parameter: nn.Parameter, moved: Tensor, entries: dict[str, Tensor]) -> None:
@@ -108,10 +106,10 @@ class LocalSteps:
         self._anchor[name].copy_(parameter)
 
     @staticmethod
-    def _moments(optimizer: Optimizer) -> list[Tensor]:
+    def _moments(active: Active) -> list[Tensor]:
         """What the optimizer remembers of the gradients; step counts and the outer momentum are equal everywhere."""
         found = []
-        for name, entries in optimizer.entries().items():
+        for name, entries in active.entries().items():
             for key, value in entries.items():
                 if torch.is_tensor(value) and key not in ("step", MOMENTUM):
                     if not value.is_floating_point():

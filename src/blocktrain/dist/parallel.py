@@ -63,17 +63,18 @@ class DistributedConfig:
             )
 
 
-class Optimizer(Protocol):
-    """What is needed of a block optimizer in a visit."""
+class Active(Protocol):
+    """What is needed of the active block's optimizer."""
 
-    @property
-    def active(self) -> Block | None:
-        """The block being trained."""
+    block: Block
+    trained: Mapping[str, nn.Parameter]  # by name, what is moved: the block's weights, or their masters
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient collected for one of them, itself; None where there is none."""
         ...
 
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """By name, what the optimizer moves: the block's weights, or their masters; gradients end up here."""
+    def put_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Put `gradient` in its place; None takes it away."""
         ...
 
     def entries(self) -> Mapping[str, dict[str, Any]]:
@@ -90,7 +91,7 @@ class Parallel(Protocol):
 
     settled: bool  # whether all ranks have the same weights at this moment
 
-    def visit(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def visit(self, active: Active) -> AbstractContextManager[None]:
         """Around the steps of a visit. At its end all ranks have the same weights; raises `PeerError` if not."""
         ...
 
@@ -115,14 +116,12 @@ class EveryStep:
         self._statistics: list[Tensor] = []
 
     @contextmanager
-    def visit(self, optimizer: Optimizer) -> Iterator[None]:
+    def visit(self, active: Active) -> Iterator[None]:
         """Hooks on the active block's weights inside; afterwards its weights are compared."""
-        block = optimizer.active
-        assert block is not None, "a visit has an active block"
-        self._statistics = batch_statistics(block)
-        with GradientSum(self.ranks, block.parameters, optimizer.trained, self.config) as self._sum:
+        self._statistics = batch_statistics(active.block)
+        with GradientSum(self.ranks, active, self.config) as self._sum:
             yield
-            require_equal(self.ranks, block, optimizer.trained)
+            require_equal(self.ranks, active.block, active.trained)
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -139,24 +138,16 @@ class EveryStep:
 class GradientSum:
     """Adds up the gradients of one visit's block over the ranks, bucket by bucket.
 
-    weights, trained: by the same names, what the backward pass gives gradients to, and where these are kept.
-
     All ranks start the same sums in the same order, whatever order their gradients arrive in. A gradient that a rank
     lacks (an expert that none of its rows chose) counts as zero; one that all lack stays away.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        weights: Mapping[str, nn.Parameter],
-        trained: Mapping[str, nn.Parameter],
-        config: DistributedConfig,
-    ):
+    def __init__(self, ranks: Ranks, active: Active, config: DistributedConfig):
         dtype = DTYPES[config.reduce_dtype]
-        names = list(trained)[::-1]  # about the order in which a backward pass arrives
-        sizes = [trained[name].numel() * dtype.itemsize for name in names]
+        names = list(active.trained)[::-1]  # about the order in which a backward pass arrives
+        sizes = [active.trained[name].numel() * dtype.itemsize for name in names]
         self._ranks = ranks
-        self._trained = trained
+        self._active = active
         self._flight = Flight(ranks, dtype=dtype)
         self._buckets = [
             [names[index] for index in bucket] for bucket in buckets(sizes, config.bucket_bytes) if ranks.size > 1
@@ -167,7 +158,7 @@ class GradientSum:
         self._launched = 0
         self._hooks = ExitStack()
         for name in self._where:
-            handle = weights[name].register_post_accumulate_grad_hook(self._arrival(name))
+            handle = active.block.parameters[name].register_post_accumulate_grad_hook(self._arrival(name))
             self._hooks.callback(handle.remove)
 
     def __enter__(self) -> GradientSum:
@@ -198,16 +189,21 @@ class GradientSum:
         return arrived
 
     def _launch_next(self) -> None:
-        parameters = [self._trained[name] for name in self._buckets[self._launched]]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._flight.launch([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradients = []
+        for name in self._buckets[self._launched]:
+            trained, gradient = self._active.trained[name], self._active.gradient(name)
+            if gradient is None:
+                gradient = torch.zeros_like(trained)
+            if trained is not self._active.block.parameters[name]:  # a master's has the dtype of its last sum: on every rank the same
+                gradient = gradient.to(self._flight.dtype)
+            self._active.put_gradient(name, gradient)
+            gradients.append(gradient)
+        self._flight.launch(gradients)
         self._launched += 1
 
     def _finish(self) -> None:
         """Launch what the backward pass did not complete; wait; take away what no rank had."""
-        held = torch.tensor([self._trained[name].grad is not None for name in self._where], dtype=torch.int32)
+        held = torch.tensor([self._active.gradient(name) is not None for name in self._where], dtype=torch.int32)
         while self._launched < len(self._buckets):
             self._launch_next()
         counted = self._ranks.add_up(held)
@@ -215,7 +211,7 @@ class GradientSum:
         counted()
         for name, count in zip(self._where, held.tolist(), strict=True):
             if not count:
-                self._trained[name].grad = None
+                self._active.put_gradient(name, None)
 
 
 def batch_statistics(block: Block) -> list[Tensor]:

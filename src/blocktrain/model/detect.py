@@ -8,7 +8,7 @@ from torch import nn
 
 from blocktrain.errors import PartitionError
 from blocktrain.model.chain import Chain
-from blocktrain.model.huggingface import causal_lm_chain, is_huggingface
+from blocktrain.model.huggingface import huggingface_chain, is_huggingface
 from blocktrain.model.resnet import ResNet
 
 
@@ -18,8 +18,8 @@ def chain_of(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = None
     layers: `{layer name: [dotted module paths]}` in forward order, for a model this function does not know or
         cuts otherwise than wanted; together they must hold every parameter.
 
-    Without `layers` the model must be a Hugging Face decoder, an `nn.Sequential` or a `ResNet` of this package;
-    `PartitionError` otherwise.
+    Without `layers` the model must be a Hugging Face decoder or encoder, an `nn.Sequential` or a `ResNet` of this
+    package; `PartitionError` otherwise.
     """
     if layers is not None:
         return Chain.of_modules(model, layers)
@@ -28,10 +28,10 @@ def chain_of(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = None
     if isinstance(model, nn.Sequential):
         return Chain.of_modules(model, _children_with_parameters(model))
     if is_huggingface(model):
-        return causal_lm_chain(model)
+        return huggingface_chain(model)
     raise PartitionError(
-        f"the layers of {type(model).__name__} are not known (it is no Hugging Face decoder, nn.Sequential or ResNet); "
-        'name them in forward order: layers={"first": ["dotted.path"], ...}'
+        f"the layers of {type(model).__name__} are not known (it is no Hugging Face transformer, nn.Sequential or "
+        'ResNet); name them in forward order: layers={"first": ["dotted.path"], ...}'
     )
 
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blocktrain.model.stored import is_away
+
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -84,6 +86,11 @@ def _without_memory(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake
+    if is_away(tensor):  # one number that stands for all: the copy has the layout of the weight it stands for
+        with mode:
+            return nn.Parameter(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor.requires_grad
+            )
     fake = mode.from_tensor(tensor)
     fake.grad = None  # the gradient of a step in progress is not part of the model
     return fake

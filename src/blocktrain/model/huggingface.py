@@ -1,4 +1,4 @@
-"""The layer chain of a Hugging Face decoder, found by watching it run rather than from a table of architectures.
+"""The layer chain of a Hugging Face decoder or encoder, found by watching it run, not from a table of names.
 
     model.decoder.embed_tokens   before the list   -> "embedding"
     model.decoder.layers.0 ...   the list          -> one layer each, under its dotted path
@@ -33,8 +33,8 @@ def is_huggingface(model: nn.Module) -> bool:
     return hasattr(config, "model_type") and hasattr(_text_config(config), "num_hidden_layers")
 
 
-def causal_lm_chain(model: nn.Module) -> Chain:
-    """Embedding, transformer layers, head of a Hugging Face decoder; `PartitionError` says why one has no chain."""
+def huggingface_chain(model: nn.Module) -> Chain:
+    """Embedding, transformer layers, head of a Hugging Face model; `PartitionError` says why one has no chain."""
     path = _layer_list(model)
     count = len(cast(nn.ModuleList, model.get_submodule(path)))
     outside = list(_maximal_modules_beside(model, path))
@@ -147,8 +147,8 @@ class _Probe:
 def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
     """One forward pass of a copy without memory, watched at every layer and at every module beside the list.
 
-    Every parameter wants a gradient, so a tensor that wants one is computed from the tokens' embedding: hidden
-    states do, masks, positions and rotary tables do not.
+    Every parameter wants a gradient, so a tensor that wants one is computed from the embedded tokens (or
+    image): hidden states do, masks, positions and rotary tables do not.
     """
     fake = fake_copy(model)
     replica, probe = fake.model.eval(), _Probe()
@@ -168,16 +168,27 @@ def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
                     probe.see(place, len(layers)) if _on_the_path(output) else None
                 )
             )
-    tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=next(replica.parameters()).device)
+    what, inputs = _probe_inputs(replica)
     try:
         with fake.running(), torch.enable_grad():
-            replica(input_ids=tokens, use_cache=False)
+            replica(**inputs)
     except Exception as error:  # whatever a foreign model raises, the reader needs to know that it is this pass
         raise PartitionError(
-            f"the layers of {type(model).__name__} cannot be found: its forward pass over {PROBE_TOKENS} tokens failed "
+            f"the layers of {type(model).__name__} cannot be found: its forward pass over {what} failed "
             f"({type(error).__name__}: {error}); name them in forward order: layers={{...}}"
         ) from error
     return probe
+
+
+def _probe_inputs(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """A few tokens, or a black image for a model that declares to read images; and what to call that."""
+    device, config = next(model.parameters()).device, cast(Any, model.config)
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        shape = (1, config.num_channels, config.image_size, config.image_size)
+        return "an image", {"pixel_values": torch.zeros(shape, device=device)}
+    tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=device)
+    keeps = {"use_cache": False} if hasattr(_text_config(config), "use_cache") else {}
+    return f"{PROBE_TOKENS} tokens", {"input_ids": tokens, **keeps}
 
 
 def _on_the_path(output: Any) -> bool:

@@ -4,9 +4,10 @@ CIFAR ResNet. Remote code is never run."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -40,27 +41,35 @@ def load_model(
     *,
     vocab_size: int | None = None,
     row_tokens: int | None = None,
-    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    pad_token: int | None = None,
 ) -> nn.Module:
     """The model on the CPU in fp32; random weights come from torch's global generator.
 
     vocab_size: of the tokenizer; the default of an architecture built here, and checked against the model's.
     row_tokens: sequence length, checked against the model's positions.
-    num_classes: of the images; the default of a ResNet's outputs, and checked against them.
+    classes: names of what is told apart; the model then has a head for them, over texts where there is a vocabulary,
+        over images where there is none. Without classes it predicts tokens.
+    pad_token: what texts are filled up with; a decoder looks for the last token before it.
     """
     match = re.fullmatch(r"resnet-?(\d+)", config.architecture or "")
     if match:
-        return _resnet(int(match.group(1)), config.config, num_classes)
-    if num_classes is not None:
-        raise ConfigError(f"[images] trains 'resnet8' to 'resnet101', not '{config.architecture or config.path}'")
-    model = _hugging_face(config, vocab_size)
+        return _resnet(
+            int(match.group(1)), config.config, None if vocab_size is not None or classes is None else len(classes)
+        )
+    model = _hugging_face(config, vocab_size, classes)
     _check_fit(model, vocab_size, row_tokens)
+    settings: Any = cast(Any, model.config).get_text_config()
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False  # of keys and values, for generation; with one, packed rows are not told apart
+    if classes is not None and getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = pad_token
     return model
 
 
 def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn.Module:
     if num_classes is None:
-        raise ConfigError(f"'resnet{depth}' classifies images; give [images] instead of [text]")
+        raise ConfigError(f"'resnet{depth}' classifies images; give [images]")
     known = ("num_classes", "shortcut")
     for key in settings:
         if key not in known:
@@ -71,24 +80,49 @@ def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn
     return resnet(depth, outputs, shortcut=settings.get("shortcut"))
 
 
-def _hugging_face(config: ModelConfig, vocab_size: int | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
+    from transformers import AutoConfig
 
+    cls, head = _auto_class(vocab_size, classes)
     if config.architecture is not None:
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
-        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").float()
+        settings.update(head)
+        return _of_architecture(cls, settings, config.architecture)
     path = str(config.path)
     if "/" not in path and not Path(path).is_dir():
         raise ConfigError(f"model.path '{path}' is neither a folder nor a hub name of the form 'owner/name'")
     try:
         if config.weights == "random":
-            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config)
-            return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").float()
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
+            return _of_architecture(cls, settings, path)
+        return cls.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config, **head
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path '{path}' cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
+    """The class of transformers for what the model is to predict, and the settings of its head."""
+    import transformers
+
+    if classes is None:
+        return transformers.AutoModelForCausalLM, {}
+    names = dict(enumerate(classes))
+    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if vocab_size is None:
+        return transformers.AutoModelForImageClassification, head
+    return transformers.AutoModelForSequenceClassification, head
+
+
+def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
+    """Random weights, and the attention that transformers chooses: sdpa, but where an architecture needs its scores
+    (Gemma 2 caps them, BLOOM adds ALiBi) its own."""
+    if type(settings) not in cls._model_mapping:
+        what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
+        kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
+        raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
+    return cls.from_config(settings).float()
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
@@ -131,6 +165,6 @@ def _check_fit(model: nn.Module, vocab_size: int | None, row_tokens: int | None)
     positions = getattr(settings, "max_position_embeddings", None)
     if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
         raise ConfigError(
-            f"text.row_tokens = {row_tokens} is longer than the model's {positions} positions; "
-            f"set text.row_tokens = {positions} or less"
+            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
+            f"set row_tokens = {positions} or less"
         )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blocktrain.blocks.block import Block
 from blocktrain.optim.master import Masters
+from blocktrain.optim.recipe import steps_one_by_one
 from blocktrain.optim.state import BlockState
 
 
@@ -22,6 +23,64 @@ class Active:
     trained: Mapping[str, nn.Parameter]
     optimizers: list[torch.optim.Optimizer]
     masters: Masters | None = None
+
+    def step(self) -> None:
+        """One step of each optimizer; with masters, the model's weights follow."""
+        for optimizer in self.optimizers:
+            if self.masters is None:
+                optimizer.step()
+                continue
+            owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            names = [name for name, parameter in self.trained.items() if id(parameter) in owned]
+            # One weight at a time, so that one gradient at a time is in fp32.
+            for together in [[name] for name in names] if steps_one_by_one(optimizer) else [names]:
+                with self.masters.stepping(together):
+                    optimizer.step()
+        if self.masters is not None:
+            self.masters.forget_gradients()
+
+    def write_weights(self) -> None:
+        """Give the model what the masters hold, where there are any."""
+        if self.masters is not None:
+            self.masters.write_weights()
+
+    def zero_grad(self) -> None:
+        """Free the gradients, wherever they are collected."""
+        for parameter in self.block.parameters.values():
+            parameter.grad = None
+        if self.masters is not None:
+            self.masters.forget_gradients()
+
+    def gradients(self) -> list[Tensor]:
+        """Of the parameters that have one, in the precision they are accumulated in."""
+        if self.masters is not None:
+            return list(self.masters.gradients().values())
+        return [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The one collected for `name`, itself."""
+        return self.trained[name].grad if self.masters is None else self.masters.collected.get(name)
+
+    def put_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """In its place; None takes it away. With masters it may be of any floating dtype."""
+        if self.masters is None:
+            self.trained[name].grad = gradient
+        elif gradient is None:
+            self.masters.collected.pop(name, None)
+        else:
+            self.masters.collected[name] = gradient
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+        if self.masters is None:
+            norm = torch.nn.utils.get_total_norm(self.gradients())
+            if max_norm != float("inf"):
+                torch.nn.utils.clip_grads_with_norm_(self.trained.values(), max_norm, norm)
+            return norm
+        norm = self.masters.norm()
+        if max_norm != float("inf"):
+            self.masters.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def state(self) -> BlockState:
         """The optimizers' state by parameter name, not copied; entries that hold nothing are left out."""

@@ -21,9 +21,11 @@ from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active import Active
 from blocktrain.optim.decay import Undecayed, norms_and_biases
-from blocktrain.optim.master import Masters, Remainders, lower
+from blocktrain.optim.frozen import FrozenWeights
+from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import FP32, Precision
 from blocktrain.optim.recipe import OptimizerChoice, Recipe, step_without_memory
+from blocktrain.optim.resting import FrozenPlace, OnDevice
 from blocktrain.optim.state import BlockState, Drop, StateStore, to_host
 
 
@@ -36,13 +38,16 @@ class BlockOptimizer:
         Classes that take matrices only (`torch.optim.Muon`) get the 2-D weights of the hidden layers; the rest (and
         the first and last layer) go to `others`.
     state: what becomes of the moments between visits: `Drop()`, `KeepOnHost()`, `KeepOnDisk(folder)`.
-    precision: `FP32`, or `BF16_EXACT`: weights in bf16, an fp32 master of the active block only.
+    precision: `FP32`; or weights in less and an fp32 master of the active block only: `BF16_EXACT`, `BF16` (masters
+        rebuilt at each visit), `INT8`, `NF4` (frozen weights packed, exact masters on the host).
+    frozen: where frozen weights rest, `OnDevice()` or `OnHost()`. Resting weights read as NaN outside of the forward
+        pass: see `block_weights`, `model.state_dict()` and `close`.
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
 
-    Device memory during a visit, beside the weights: gradients and state of the active block, and with `BF16_EXACT`
-    its master. A parameter without gradient (an expert that no token chose) is left as it is.
+    Device memory during a visit, beside the weights (`weight_bytes`): gradients and state of the active block, and its
+    master if there is one. A parameter without gradient (an expert that no token chose) is left as it is.
     """
 
     def __init__(
@@ -52,28 +57,25 @@ class BlockOptimizer:
         *,
         state: StateStore | None = None,
         precision: Precision = FP32,
+        frozen: FrozenPlace = OnDevice(),  # noqa: B008 - a value
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
         **kwargs: Any,
     ):
         self.partition = partition
-        self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed)
+        self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen_dropout = frozen_dropout
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
-        left_out = lower(partition.whole.parameters) if precision.has_master else {}
-        self._remainders: list[Remainders] = [
-            {name: block.part(name, left_out[name]) for name in block.parameters if left_out} for block in partition
-        ]
         self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
         self._active: Active | None = None
-        _require_dtype(partition, precision)
-        self.store.clear()
-        release(partition)
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
+        release(partition)
+        self._frozen = FrozenWeights(partition, precision, frozen)
+        self.store.clear()
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -90,9 +92,13 @@ class BlockOptimizer:
         finally:
             self._retire()
 
+    def expect(self, block: Block) -> None:
+        """The next visit will be to `block`: begin to read its state, where that takes time. Only a hint."""
+        self.store.prefetch(block.index)
+
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
-        masters = Masters(block, self._remainders[block.index]) if self.precision.has_master or block.rows else None
+        masters = self._frozen.activate(block)
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
         state = self._state_to_restore(block)
@@ -101,12 +107,15 @@ class BlockOptimizer:
         self._active = active
 
     def _retire(self) -> None:
-        active = self._require_active()
-        self._active = None
-        if active.masters is not None:
-            self._remainders[active.block.index] = active.masters.close()
+        active, self._active = self._require_active(), None
+        block = active.block
+        self._frozen.retire(block, active.masters)
         release(self.partition)
-        self.store.put(active.block.index, active.state())
+        try:
+            self.store.put(block.index, active.state())
+        finally:
+            del active  # masters and moments make room for packing
+            self._frozen.rest(block)
 
     def _state_to_restore(self, block: Block) -> BlockState | None:
         state = self.block_state(block.index)
@@ -132,44 +141,28 @@ class BlockOptimizer:
         return [group for optimizer in self._require_active().optimizers for group in optimizer.param_groups]
 
     @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """By name, what the optimizer moves: the active block's weights, or their masters; gradients end up here."""
-        return self._require_active().trained
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """By name, the optimizer's own state of each of them, live."""
-        return self._require_active().entries()
+    def in_visit(self) -> Active:
+        """What exists of the active block alone: what is trained, its gradients and its state."""
+        return self._require_active()
 
     def step(self) -> None:
-        """One optimizer step on the active block."""
+        """One optimizer step on the active block. With masters it uses the gradients up."""
         active = self._require_active()
-        for optimizer in active.optimizers:
-            optimizer.step()
-        self.write_weights()
+        active.step()
         self.steps += 1
         self.changed_at[active.block.index] = self.steps
 
-    def write_weights(self) -> None:
-        """Give the model what the masters hold, where there are any."""
-        active = self._require_active()
-        if active.masters is not None:
-            active.masters.write_weights()
-
     def zero_grad(self) -> None:
         """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""
-        for optimizer in self._require_active().optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._require_active().zero_grad()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the active block, in the precision they are accumulated in."""
-        return [p.grad for p in self._require_active().trained.values() if p.grad is not None]
+        return self._require_active().gradients()
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
-        norm = torch.nn.utils.get_total_norm(self.gradients())
-        if max_norm != float("inf"):
-            torch.nn.utils.clip_grads_with_norm_(self._require_active().trained.values(), max_norm, norm)
-        return norm
+        return self._require_active().clip_grad_norm(max_norm)
 
     def scale_learning_rate(self, factor: float) -> None:
         """Set every group's rate to `factor` times the rate it was built with."""
@@ -190,8 +183,12 @@ class BlockOptimizer:
         step_without_memory(optimizers)
         return Active(block, trained, optimizers).state_bytes()
 
+    def weight_bytes(self, block: Block) -> int:
+        """Device bytes of the model's weights in a visit to `block`, less those that are awake for a layer's run."""
+        return self._frozen.device_bytes(block)
+
     def _trained_dtype(self, weight: nn.Parameter) -> torch.dtype:
-        return torch.float32 if self.precision.has_master else weight.dtype
+        return self.precision.master or weight.dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -222,12 +219,31 @@ class BlockOptimizer:
         resumed = self._resumed is not None and self._resumed[0] == index
         return active or resumed or self.store.holds(index)
 
+    def block_weights(self, index: int) -> dict[str, Tensor]:
+        """Block `index`'s weights as training left them, packed or not, on the host and not to be changed."""
+        return self._frozen.weights(self.partition[index])
+
+    def load_block_weights(self, index: int, weights: Mapping[str, Tensor]) -> None:
+        """Replace block `index`'s weights, between visits; raises `CheckpointError` if one is missing."""
+        self._require_between_visits("loading")
+        self._frozen.load_weights(self.partition[index], weights)
+
     def block_remainders(self, index: int) -> Remainders:
-        """What the weights of block `index` leave out of its fp32 values (int16); empty in fp32."""
+        """What the weights of block `index` leave out of its fp32 values (int16); empty where nothing is kept of it."""
         active = self._active
         if active is not None and active.block.index == index and active.masters is not None:
             return active.masters.remainders()
-        return self._remainders[index]
+        return self._frozen.remainders(self.partition[index])
+
+    def has_remainders(self, index: int) -> bool:
+        """Whether `block_remainders` would return something, without making it."""
+        is_active = self._active is not None and self._active.block.index == index
+        return self.precision.has_master if is_active else bool(self._frozen.remainders(self.partition[index]))
+
+    def close(self) -> None:
+        """Give the model back as an ordinary one, every weight awake on its device; the optimizer's work is over."""
+        self._require_between_visits("closing")
+        self._frozen.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beyond the model's weights: position, and each block's state and remainders."""
@@ -244,14 +260,15 @@ class BlockOptimizer:
         The state of the block that was active then is used at its next activation, whatever the store does. What the
         store held before is gone.
         """
-        if self._active is not None:
-            raise ConfigError(f"{self._active.block} is active: leave its visit before loading")
+        self._require_between_visits("loading")
         if len(saved["changed_at"]) != len(self.partition):
             raise CheckpointError(
                 f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(self.partition)}"
             )
         for block in self.partition:
-            self._check_fits(block, saved["blocks"].get(block.index, {}), saved["remainders"].get(block.index, {}))
+            remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
+            _check_state(block, saved["blocks"].get(block.index, {}))
+            _check_remainders(block, remainders, self.precision, mid_visit=mid_visit)
         self.store.clear()
         self._resumed = None
         for index, state in saved["blocks"].items():
@@ -261,25 +278,25 @@ class BlockOptimizer:
                 self.store.put(index, state)
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
-        self._remainders = [dict(saved["remainders"].get(block.index, {})) for block in self.partition]
+        self._frozen.load_remainders([dict(saved["remainders"].get(block.index, {})) for block in self.partition])
 
-    def _check_fits(self, block: Block, state: BlockState, remainders: Remainders) -> None:
-        unknown = state.keys() - block.parameters.keys()
-        if unknown:
-            raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
-        expected = block.parameters.keys() if self.precision.has_master else set()
-        if remainders.keys() != expected:
-            raise CheckpointError(
-                f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
-                f"'{self.precision.name}' needs {len(expected)}; resume with the precision it was saved with"
-            )
+    def _require_between_visits(self, what: str) -> None:
+        if self._active is not None:
+            raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
 
 
-def _require_dtype(partition: Partition, precision: Precision) -> None:
-    """Weights of 16 bits without a master lose small updates; nobody should train so without having said so."""
-    for name, parameter in partition.model.named_parameters():
-        if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"'{name}' is {str(parameter.dtype).removeprefix('torch.')}, and precision '{precision.name}' keeps no "
-                "fp32 master of it: give precision=BF16_EXACT, or model.float() first"
-            )
+def _check_state(block: Block, state: BlockState) -> None:
+    unknown = state.keys() - block.parameters.keys()
+    if unknown:
+        raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
+
+
+def _check_remainders(block: Block, remainders: Remainders, precision: Precision, *, mid_visit: bool) -> None:
+    """A block that was active has remainders with any master, another one only where they are kept."""
+    needed = precision.has_master if mid_visit else precision.keeps_remainder
+    expected = block.parameters.keys() if needed else set()
+    if remainders.keys() != expected:
+        raise CheckpointError(
+            f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
+            f"'{precision.name}' needs {len(expected)}; resume with the precision it was saved with"
+        )

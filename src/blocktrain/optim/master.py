@@ -1,14 +1,15 @@
 """The active block's high-precision copy, for models whose weights are kept in less than fp32.
 
 activate   master = join(bf16 weight, remainder)            exact
-backward   master.grad += weight.grad in fp32;  weight.grad = None
-step       the optimizer moves the master;  weight = bf16 half of it
+backward   the first micro-batch's gradient is kept as it is; from the second on they add up in fp32
+step       for each weight: its gradient in fp32, the optimizer moves the master, weight = bf16 half of it
 retire     weight, remainder = split(master);  the master is gone
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,18 @@ Remainders = dict[str, Tensor]  # int16, on the host
 class Masters:
     """What the optimizers move in place of a block's weights, alive during a visit.
 
-    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. Memory:
-    8 bytes a bf16 parameter with gradients. Autograd makes the gradient of all rows; the block's are kept.
+    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. remainders:
+    what the weights leave out of their masters; of those that are not named, nothing.
+
+    Memory of a bf16 parameter: 4 bytes, and for its gradient 2 bytes with one micro-batch a step (in fp32 for one
+    weight at a time), 4 with several. Autograd makes the gradient of all rows; the block's are kept.
     """
 
     def __init__(self, block: Block, remainders: Remainders):
         self.block = block
         self.parameters = {name: nn.Parameter(self._joined(name, remainders.get(name))) for name in block.parameters}
+        self.collected: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
+        self._factor: Tensor | None = None  # of all gradients, to be applied when they are widened
         self._hooks: list[RemovableHandle] = [
             weight.register_post_accumulate_grad_hook(self._collector(name))
             for name, weight in block.parameters.items()
@@ -37,27 +43,71 @@ class Masters:
 
     def _joined(self, name: str, remainder: Tensor | None) -> Tensor:
         part = self.block.part(name, self.block.parameters[name].data)
-        return part if remainder is None else join(part, remainder.to(part.device))
+        return part.float() if remainder is None else join(part, remainder.to(part.device))
 
     def _collector(self, name: str):
-        """Adds each micro-batch's gradient in fp32 and frees it; sums in bf16 would lose the small ones."""
-        master, whole = self.parameters[name], name not in self.block.rows
+        """Takes each micro-batch's gradient; sums in bf16 would lose the small ones."""
+        whole = name not in self.block.rows
 
         def collect(weight: Tensor) -> None:
             if weight.grad is None:
                 return
-            gradient = self.block.part(name, weight.grad)
-            if master.grad is None:
-                master.grad = gradient.to(master.dtype, copy=not whole)
+            if self._factor is not None:
+                self.gradients()
+            gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
+            if before is None:
+                self.collected[name] = gradient if whole else gradient.clone()
             else:
-                master.grad.add_(gradient)
+                self.collected[name] = before.to(torch.float32).add_(gradient)
             weight.grad = None
 
         return collect
 
+    def gradients(self) -> dict[str, Tensor]:
+        """All gradients there are, in fp32."""
+        for name in self.collected:
+            self.collected[name] = self._widened(name)
+        self._factor = None
+        return self.collected
+
+    def _widened(self, name: str) -> Tensor:
+        gradient = self.collected[name].to(torch.float32)
+        return gradient if self._factor is None else gradient.mul_(self._factor)
+
+    def norm(self) -> Tensor:
+        """Total 2-norm of the gradients in fp32, without a copy of them (0-d)."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self.collected.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm if self._factor is None else norm * self._factor
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by `factor` (0-d)."""
+        self._factor = factor if self._factor is None else self._factor * factor
+
+    def forget_gradients(self) -> None:
+        """Free them; after a step, all that is left of them is their factor."""
+        self.collected.clear()
+        self._factor = None
+
+    @contextmanager
+    def stepping(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, the masters of `names` have their gradients in fp32. Afterwards these are used up, and the model's
+        bf16 weights are the halves of their masters; fp32 weights are the masters' own memory."""
+        moving = [name for name in names if name in self.collected]
+        for name in moving:
+            self.parameters[name].grad = self._widened(name)
+            del self.collected[name]
+        yield
+        with torch.no_grad():
+            for name in moving:
+                master, weight = self.parameters[name], self.block.parameters[name]
+                master.grad = None
+                if weight.dtype == torch.bfloat16:
+                    self.block.part(name, weight).copy_(half(master.data))
+
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Give the model the bf16 half of each master; fp32 weights are the masters' own memory."""
+        """Give the model's bf16 weights the halves of all masters."""
         for name, weight in self.block.parameters.items():
             if weight.dtype == torch.bfloat16:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
@@ -70,11 +120,11 @@ class Masters:
             if self.block.parameters[name].dtype == torch.bfloat16
         }
 
-    def close(self) -> Remainders:
-        """Retire: stop collecting gradients and hand over the remainders. The weights are those of the last step."""
+    def close(self) -> None:
+        """Retire: stop collecting gradients. The weights are those of the last step."""
         for hook in self._hooks:
             hook.remove()
-        return self.remainders()
+        self.forget_gradients()
 
 
 @torch.no_grad()

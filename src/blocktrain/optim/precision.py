@@ -1,7 +1,13 @@
 """What each kind of tensor is stored in, as one typed value; and the exact split of fp32 into bf16 and 16 bits.
 
-A frozen weight needs only what the model computes with. Under `BF16_EXACT` that is bf16, and what bf16 leaves out is
-not thrown away when a block retires:
+                frozen weights   computed in   master              between visits
+    fp32        fp32             fp32          none                -
+    bf16        bf16             bf16          fp32, active block  rebuilt from bf16
+    bf16-exact  bf16             bf16          fp32, active block  bf16 + remainder
+    int8, nf4   8 or 4 bits      bf16          fp32, active block  bf16 + remainder
+
+A frozen weight needs only what the model computes with, or less. What that leaves out is not thrown away when a block
+retires (but under `BF16`):
 
     fp32 master   s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
     bf16 half     s eeeeeeee mmmmmmm                    rounded to nearest: what the model computes with
@@ -14,29 +20,63 @@ learning rate 1e-6 and 100 steps a visit, as measured on a tool that does so.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError, nearest
 
+Format = Literal["fp32", "bf16", "int8", "nf4"]
+Moments = Literal["fp32", "8bit"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """dtype of the model's weights; fp32 masters and fp32 gradient accumulation where that is less."""
+    """Formats of a run's tensors.
+
+    frozen: of frozen blocks' matrices; their norms and biases stay in `compute`.
+    compute: of the active block's weights and of all activations.
+    master: of the copy that the optimizer moves; None where it moves the weights themselves.
+    remainder: whether what `compute` leaves out of the master outlives a visit.
+    accumulation: of the sum of micro-batches' gradients.
+    moments: of the optimizer's two averages, if it keeps two; in fp32 they have the master's dtype.
+    """
 
     name: str
-    weights: torch.dtype
+    frozen: Format
+    compute: torch.dtype
+    master: torch.dtype | None = torch.float32
+    remainder: Literal["kept", "dropped"] = "kept"
+    accumulation: torch.dtype = torch.float32
+    moments: Moments = "fp32"
+
+    def __post_init__(self) -> None:
+        whole = (self.frozen, self.compute, self.master) == ("fp32", torch.float32, None)
+        halved = self.frozen != "fp32" and (self.compute, self.master) == (torch.bfloat16, torch.float32)
+        if not (whole or halved) or self.accumulation != torch.float32:
+            raise ConfigError(
+                f"precision '{self.name}': frozen '{self.frozen}', compute {self.compute}, master {self.master}, "
+                f"accumulation {self.accumulation} do not go together; start from one of {', '.join(PRESETS)}"
+            )
 
     @property
     def has_master(self) -> bool:
-        """Whether the active block is updated in an fp32 copy, and frozen blocks leave a remainder on the host."""
-        return self.weights != torch.float32
+        """Whether the active block is updated in an fp32 copy."""
+        return self.master is not None
+
+    @property
+    def keeps_remainder(self) -> bool:
+        """Whether frozen blocks leave on the host what makes their masters exact."""
+        return self.has_master and self.remainder == "kept"
 
 
-FP32 = Precision(name="fp32", weights=torch.float32)
-BF16_EXACT = Precision(name="bf16-exact", weights=torch.bfloat16)
-PRESETS = {precision.name: precision for precision in (FP32, BF16_EXACT)}
+FP32 = Precision(name="fp32", frozen="fp32", compute=torch.float32, master=None)
+BF16 = Precision(name="bf16", frozen="bf16", compute=torch.bfloat16, remainder="dropped")
+BF16_EXACT = Precision(name="bf16-exact", frozen="bf16", compute=torch.bfloat16)
+INT8 = Precision(name="int8", frozen="int8", compute=torch.bfloat16)
+NF4 = Precision(name="nf4", frozen="nf4", compute=torch.bfloat16)
+PRESETS = {precision.name: precision for precision in (FP32, BF16, BF16_EXACT, INT8, NF4)}
 
 
 def preset(name: str) -> Precision:

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktrain.blocks.block import Partition
+from blocktrain.errors import ConfigError
+from blocktrain.optim.adamw8bit import AdamW8bit
 from blocktrain.optim.decay import Undecayed, undecayed_ids
+from blocktrain.optim.precision import Moments
 
 OptimizerChoice = tuple[type[torch.optim.Optimizer], dict[str, Any]]  # class, keyword arguments
 
@@ -21,14 +24,20 @@ class Recipe:
 
     choice: class and options. others: the same for parameters that this class cannot take (`torch.optim.Muon` takes the
     2-D weights of the hidden layers only); None is AdamW with the same rate and decay. undecayed: see `decay.py`.
+    moments: `8bit` keeps AdamW's in 8 bits.
     """
 
     def __init__(
-        self, partition: Partition, choice: OptimizerChoice, others: OptimizerChoice | None, undecayed: Undecayed
+        self,
+        partition: Partition,
+        choice: OptimizerChoice,
+        others: OptimizerChoice | None,
+        undecayed: Undecayed,
+        moments: Moments = "fp32",
     ):
-        self.choice = choice
         shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
-        self.others = others or (torch.optim.AdamW, shared)
+        self.choice = _with_moments(choice, moments)
+        self.others = _with_moments(others or (torch.optim.AdamW, shared), moments)
         alone = undecayed_ids(partition.model, undecayed)
         self._undecayed = {
             name for block in partition for name, parameter in block.parameters.items() if id(parameter) in alone
@@ -58,9 +67,27 @@ class Recipe:
         return [group for group in groups if group["params"]]
 
 
+def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
+    """AdamW's two averages in 8 bits if so asked. Muon and SGD keep one buffer, as it is."""
+    cls, options = choice
+    if moments == "fp32" or cls in (AdamW8bit, torch.optim.Muon, torch.optim.SGD):
+        return choice
+    if cls is not torch.optim.AdamW:
+        raise ConfigError(f"8-bit moments are there for AdamW, not for {cls.__name__}; take moments='fp32' with it")
+    return AdamW8bit, options
+
+
 def _hidden_matrices(partition: Partition) -> set[str]:
     """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
     return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
+
+
+def steps_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves each parameter by its own gradient and state alone, so that it can be taken in parts.
+
+    True of the classes of `torch.optim`; another may count its steps once for a whole group.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
 
 
 def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -1,13 +1,21 @@
 """Where a block's optimizer state stays while the block is frozen: nowhere, on the host, or on disk.
 
 State is `{parameter name: {key: value}}`, the values being tensors or plain numbers as the optimizer keeps them.
+
+`put` and `prefetch` return at once and work goes on behind the steps; `get` waits for it, and what went wrong is raised
+at the store's next use. A crash in between loses what was being written, which nobody misses: a run goes on from its
+last checkpoint, and making that one waited.
+
+    visit to block 1      | steps ...                        | retire    | visit to block 2: steps ...
+    behind it             | write state 0, read state 2      |           | write state 1, read state 0
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +23,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from blocktrain.errors import CheckpointError, storage_errors
+from blocktrain.optim.behind import Behind
+from blocktrain.runtime import SideStream
 
 BlockState = dict[str, dict[str, Any]]
 
@@ -28,6 +39,10 @@ class StateStore(Protocol):
 
     def put(self, block: int, state: BlockState) -> None:
         """Take the state of a block that retires."""
+        ...
+
+    def prefetch(self, block: int) -> None:
+        """`get` will be asked for this block: begin to read."""
         ...
 
     def get(self, block: int) -> BlockState | None:
@@ -50,6 +65,9 @@ class Drop:
     def put(self, block: int, state: BlockState) -> None:
         """Forget `state`."""
 
+    def prefetch(self, block: int) -> None:
+        """Nothing to read."""
+
     def get(self, block: int) -> BlockState | None:
         """Always None."""
         return None
@@ -64,16 +82,26 @@ class Drop:
 
 @dataclass(frozen=True)
 class KeepOnHost:
-    """Keep it in host memory: 8 bytes a parameter for Adam."""
+    """Keep it in host memory: 8 bytes a parameter for Adam. From a GPU it is copied to page-locked memory behind the
+    steps; the way back is one copy at activation, as a second set of moments on the device would be the peak."""
 
     kept: dict[int, BlockState] = field(default_factory=dict, repr=False)
+    _copying: list[SideStream] = field(default_factory=list, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
         """Move `state` to the host and keep it."""
-        self.kept[block] = to_host(state)
+        self._wait()
+        devices = {value.device for entries in state.values() for value in entries.values() if torch.is_tensor(value)}
+        streams = {device: SideStream(device) for device in devices}
+        self._copying.extend(streams.values())
+        self.kept[block] = _mapped(state, lambda value: streams[value.device].to_host(value.detach()))
+
+    def prefetch(self, block: int) -> None:
+        """It is there."""
 
     def get(self, block: int) -> BlockState | None:
         """What was put last for this block."""
+        self._wait()
         return self.kept.get(block)
 
     def holds(self, block: int) -> bool:
@@ -82,30 +110,72 @@ class KeepOnHost:
 
     def clear(self) -> None:
         """Free the host memory."""
+        self._wait()
         self.kept.clear()
+
+    def _wait(self) -> None:
+        while self._copying:
+            self._copying.pop().wait()
 
 
 @dataclass(frozen=True)
 class KeepOnDisk:
-    """Keep it in `folder`, one safetensors file a block, replaced whole. What an earlier run left there is deleted."""
+    """Keep it in `folder`, one safetensors file a block, replaced whole. What an earlier run left there is deleted.
+
+    A thread writes and reads, one file after another. Host memory: the states under way, one or two blocks'.
+    """
 
     folder: Path
     kept: set[int] = field(default_factory=set, repr=False)
+    _behind: Behind = field(default_factory=lambda: Behind("state"), repr=False)
+    _read: dict[int, Future[BlockState]] = field(default_factory=dict, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
-        """Write `state` to disk; raises `StorageError` when there is no room."""
+        """Take a copy of `state` and begin to write it."""
+        copy = to_host(state)
+        self._read.pop(block, None)
+        self._behind.wait()
+        self._behind.submit(lambda: self._write(block, copy))
+        self.kept.add(block)
+
+    def prefetch(self, block: int) -> None:
+        """Begin to read what was put last for this block."""
+        if block in self.kept and block not in self._read:
+            self._read[block] = self._behind.submit(lambda: self._load(block))
+
+    def get(self, block: int) -> BlockState | None:
+        """Read what was put last for this block.
+
+        Raises `StorageError` if it could not be written, `CheckpointError` if its file is damaged or gone."""
+        if block not in self.kept:
+            return None
+        self.prefetch(block)
+        read = self._read.pop(block)
+        self._behind.wait()
+        return read.result()
+
+    def holds(self, block: int) -> bool:
+        """Whether this block has been put."""
+        return block in self.kept
+
+    def clear(self) -> None:
+        """Delete this store's files; others in the folder stay."""
+        self._read.clear()
+        self._behind.forget()
+        self.kept.clear()
+        with storage_errors(self.folder):
+            for path in Path(self.folder).glob("block-*.safetensors"):
+                path.unlink()
+
+    def _write(self, block: int, state: BlockState) -> None:
         path = self._path(block)
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".partial")
             temporary.write_bytes(encode_state(state))
             os.replace(temporary, path)
-        self.kept.add(block)
 
-    def get(self, block: int) -> BlockState | None:
-        """Read what was put last for this block; raises `CheckpointError` if its file is damaged or gone."""
-        if block not in self.kept:
-            return None
+    def _load(self, block: int) -> BlockState:
         path = self._path(block)
         try:
             return decode_state(path.read_bytes())
@@ -114,30 +184,21 @@ class KeepOnDisk:
                 f"optimizer state '{path}' is damaged or gone ({error}); resume the run from its last checkpoint"
             ) from error
 
-    def holds(self, block: int) -> bool:
-        """Whether this block has been put."""
-        return block in self.kept
-
-    def clear(self) -> None:
-        """Delete this store's files; others in the folder stay."""
-        self.kept.clear()
-        with storage_errors(self.folder):
-            for path in Path(self.folder).glob("block-*.safetensors"):
-                path.unlink()
-
     def _path(self, block: int) -> Path:
         return Path(self.folder) / f"block-{block}.safetensors"
 
 
-def to_host(state: BlockState) -> BlockState:
-    """A copy of `state` in host memory, detached from the optimizer that goes on changing it."""
+def _mapped(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState:
+    """`state` with each tensor changed."""
     return {
-        name: {
-            key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-            for key, value in entries.items()
-        }
+        name: {key: change(value) if torch.is_tensor(value) else value for key, value in entries.items()}
         for name, entries in state.items()
     }
+
+
+def to_host(state: BlockState) -> BlockState:
+    """A copy of `state` in host memory, detached from the optimizer that goes on changing it."""
+    return _mapped(state, lambda value: value.detach().to("cpu", copy=True))
 
 
 def encode_state(state: BlockState) -> bytes:
@@ -149,7 +210,7 @@ def encode_state(state: BlockState) -> bytes:
                 tensors[name + _SEPARATOR + key] = value.detach().contiguous()
             else:
                 numbers[name + _SEPARATOR + key] = value
-    return save(tensors, metadata={"numbers": json.dumps(numbers)})
+    return save(tensors, metadata={"numbers": json.dumps(numbers, sort_keys=True)})
 
 
 def decode_state(data: bytes) -> BlockState:

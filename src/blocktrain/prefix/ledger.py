@@ -24,6 +24,7 @@ import torch
 
 from blocktrain.errors import storage_errors
 from blocktrain.model.chain import Chain
+from blocktrain.model.stored import stored_as
 from blocktrain.prefix.encoding import Fields
 from blocktrain.prefix.store import Store, as_bytes, claim
 
@@ -45,7 +46,8 @@ def fingerprints(chain: Chain, levels: Iterable[int]) -> dict[int, str]:
         for path, module in layer.modules.items():
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
                 digest.update(name.encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                for part in stored_as(tensor):  # of resting weights, their packed form
+                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import cachesection, comparison, figures
+from blocktrain.report import cachesection, comparison, figures, samples
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
@@ -23,6 +23,7 @@ from blocktrain.report.summary import Summary, columns, rows, summary
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 MOST_ROWS = 200  # evaluations in the table
+WRITTEN_FROM = "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n"
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -44,10 +45,12 @@ def page(runs: Sequence[RunRecord]) -> str:
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
-        part(run, name) for part in (cachesection.section, _evaluations) for run, name in named
+        part(run, name) for part in (cachesection.section, samples.section, _evaluations) for run, name in named
     )
     footer = "".join(_details(run, name) for run, name in named)
-    return _document(title, header, body + tables, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
+    return document(
+        title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs))
+    )
 
 
 def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
@@ -182,7 +185,8 @@ def _details(run: RunRecord, name: str) -> str:
     return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>\n"
 
 
-def _document(title: str, header: str, body: str, footer: str, colours: int) -> str:
+def document(title: str, header: str, body: str, footer: str, colours: int) -> str:
+    """One HTML file: `header`, `body` and `footer` are markup, `title` is text."""
     folder = resources.files("blocktrain.report")
     css = folder.joinpath("report.css").read_text(encoding="utf-8") + style(colours)
     script = "\n" + folder.joinpath("report.js").read_text(encoding="utf-8")
@@ -196,7 +200,6 @@ def _document(title: str, header: str, body: str, footer: str, colours: int) -> 
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)} – blocktrain</title>\n<style>\n{css}\n</style>\n</head>\n<body>\n"
-        f"<header>\n{header}</header>\n<main>\n{body}</main>\n<footer>\n{footer}"
-        "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n</footer>\n"
+        f"<header>\n{header}</header>\n<main>\n{body}</main>\n<footer>\n{footer}</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )

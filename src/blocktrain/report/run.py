@@ -100,6 +100,18 @@ class Evaluation:
     loss: float
     loss_per_byte: float | None = None
     accuracy: float | None = None
+    exact_match: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The model's answer to a validation prompt, at an evaluation."""
+
+    step: int
+    prompt: str
+    text: str
+    expected: str
+    correct: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +179,7 @@ class End:
     loss: float | None = None
     loss_per_byte: float | None = None
     accuracy: float | None = None
+    exact_match: float | None = None
     optimizer_bytes: int | None = None
     flops: int | None = None
     peak_memory_bytes: int | None = None
@@ -186,6 +199,7 @@ class RunRecord:
     end: End | None
     cache_choices: Sequence[CacheChoice] = ()
     cache_uses: Sequence[CacheUse] = ()
+    samples: Sequence[Sample] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -212,6 +226,7 @@ class RunRecord:
                 end=_typed(End, kinds["end"][-1]) if "end" in kinds else None,
                 cache_choices=_all(CacheChoice, kinds.get("cache")),
                 cache_uses=_all(CacheUse, kinds.get("cached")),
+                samples=_all(Sample, kinds.get("sample")),
                 details=_details(folder / "run.json"),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -49,6 +49,8 @@ def summary(run: RunRecord) -> Summary:
         "validation_loss": loss,
         "validation_loss_per_byte": _first_known(final and final.loss_per_byte, last and last.loss_per_byte),
         "accuracy": _first_known(final and final.accuracy, last and last.accuracy),
+        "exact_match": _first_known(final and final.exact_match, last and last.exact_match),
+        "exact_match_before": _first_known(run.evaluations[0].exact_match if run.evaluations else None),
         **_flops(run),
         **_cache(run),
         **_memory(run),
@@ -190,6 +192,8 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
         add(f"validation loss, nats per {unit.removesuffix('s')}", _of("validation_loss"), decimal)
     add("validation loss, nats per byte", _of("validation_loss_per_byte"), decimal)
     add("validation accuracy", lambda item: item["accuracy"], percent)
+    add("exact match", lambda item: item["exact_match"], percent)
+    add("  before training", lambda item: item["exact_match_before"], percent)
     _flops_rows(add, summaries)
     _cache_rows(add)
     largest = "" if all(item["method"] == "full" for item in summaries) else ", largest block"

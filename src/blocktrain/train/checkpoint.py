@@ -122,9 +122,7 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
     optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "remainders": remainders})
     with torch.no_grad():
         for block in partition:
-            saved = load_file(path / f"weights-{block.index}.safetensors")
-            for name, parameter in block.parameters.items():
-                block.part(name, parameter).copy_(saved[name])
+            optimizer.load_block_weights(block.index, load_file(path / f"weights-{block.index}.safetensors"))
         if "buffers.safetensors" in files:
             buffers = dict(partition.model.named_buffers())
             for name, value in load_file(path / "buffers.safetensors").items():
@@ -183,12 +181,12 @@ def _contents(block: Block, optimizer: BlockOptimizer) -> dict[str, Callable[[],
     index = block.index
     contents = {
         f"weights-{index}.safetensors": lambda: save(
-            {name: block.part(name, parameter.data).contiguous() for name, parameter in block.parameters.items()}
+            {name: value.contiguous() for name, value in optimizer.block_weights(index).items()}
         )
     }
     if optimizer.has_state(index):
         contents[f"state-{index}.safetensors"] = lambda: encode_state(optimizer.block_state(index) or {})
-    if optimizer.precision.has_master:
+    if optimizer.has_remainders(index):
         contents[f"remainder-{index}.safetensors"] = lambda: save(optimizer.block_remainders(index))
     return contents
 

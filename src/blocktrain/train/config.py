@@ -1,6 +1,6 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
-[model]  [text] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
+[model]  [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
 [optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [distributed]  [tracking]
 """
 
@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from blocktrain.blocks.checkpointing import Boundaries
 from blocktrain.blocks.partition import Balance
+from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
+from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
 from blocktrain.dist.parallel import DistributedConfig
@@ -22,7 +24,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import Moments, preset
 from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import Plateau, RunLimit
@@ -83,6 +85,7 @@ class OptimizerConfig:
     decay: what is decayed: "weights" leaves norms and biases out.
     weight_decay: none is the class's own default; norms and biases are left out unless `decay = "all"`.
     state: where a block's moments stay until its next visit.
+    moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     """
 
@@ -92,6 +95,7 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     decay: Literal["weights", "all"] = "weights"
     state: Literal["drop", "host", "disk"] = "drop"
+    moments: Moments = "fp32"
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -105,12 +109,14 @@ class OptimizerConfig:
 class MemoryConfig:
     """What a step keeps on the device, and what it pays to keep less.
 
+    frozen: where frozen weights are while no layer runs with them; "host" copies them to the device one layer ahead.
     checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
     boundaries: where those inputs wait: on the "device", or on the "host".
     loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
     kernels: "liger" takes Liger's norms and activations (CUDA); "auto" where installed.
     """
 
+    frozen: Literal["device", "host"] = "device"
     checkpointing: Literal["off", "layers"] = "off"
     boundaries: Boundaries = "device"
     loss_chunk: int | None = None
@@ -143,20 +149,31 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The validation loss.
+    """The validation loss, and what the model answers to validation prompts.
 
     every: how often, beside the start and the end.
     rows: how many validation rows, the same first ones each time.
     batch_rows: how many at a time.
+    generate: how many validation conversations are asked anew, their answers compared.
+    new_tokens: the most an answer has.
+    answer_marker: compare only the word or number behind it ("####" for GSM8K); None: the whole text.
     """
 
     every: Duration = Duration.steps(100)
     rows: int = 256
     batch_rows: int = 16
+    generate: int = 0
+    new_tokens: int = 256
+    answer_marker: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.batch_rows < 1:
-            raise ConfigError(f"rows and batch_rows must be at least 1, not {self.rows} and {self.batch_rows}")
+        if self.rows < 1 or self.batch_rows < 1 or self.new_tokens < 1:
+            raise ConfigError(
+                "rows, batch_rows and new_tokens must be at least 1, not "
+                f"{self.rows}, {self.batch_rows} and {self.new_tokens}"
+            )
+        if self.generate < 0:
+            raise ConfigError(f"generate must not be negative, not {self.generate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +215,8 @@ class RunConfig:
     name: in reports, and of the run's folder.
     seed: decides weights, data order, dropout and block order.
     device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
-    precision: "fp32", or "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit.
+    precision: "fp32"; "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit; "int8", "nf4": the same, with
+        frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
     on_nonfinite: what becomes of a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
     """
@@ -212,6 +230,8 @@ class RunConfig:
     model: ModelConfig
     schedule: ScheduleConfig
     text: TextConfig | None = None
+    chat: ChatConfig | None = None
+    labelled: LabelledConfig | None = None
     images: ImageConfig | None = None
     sampling: Sampling = field(default_factory=Sampling)
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
@@ -227,14 +247,17 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.images is None):
-            raise ConfigError("a run trains on [text] or on [images]: give exactly one of the two tables")
+        data = (self.text, self.chat, self.labelled, self.images)
+        if sum(table is not None for table in data) != 1:
+            raise ConfigError("a run trains on [text], [chat], [labelled] or [images]: give exactly one of these")
         if self.schedule.sweeps is None and self.stop == RunLimit():
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
-        if self.text is not None and self.sampling.variants is not None:
+        if self.images is None and self.sampling.variants is not None:
             raise ConfigError("sampling.variants is for augmented images; leave it out for text")
-        if self.images is not None and self.memory.loss_chunk is not None:
-            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images]")
+        if (self.text or self.chat) is None and self.memory.loss_chunk is not None:
+            raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images] and [labelled]")
+        if self.chat is None and self.evaluation.generate:
+            raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
 from blocktrain.model.resnet import ResNet
-from blocktrain.optim.precision import join
+from blocktrain.optim.precision import BF16_EXACT, join, preset
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.job import Job, build
@@ -25,7 +25,7 @@ from blocktrain.train.schema import to_mapping
 def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None = None) -> Path:
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
 
-    Weights are written in fp32, bit for bit what training arrived at: under `bf16-exact`, too. also: called with the
+    Weights are written in fp32, bit for bit what training arrived at, whatever the precision. also: called with the
     folder before it appears, to add something (a model card) to it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -35,7 +35,12 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
-    config = replace(config, optimizer=replace(config.optimizer, state="drop"))  # the run's own moments stay untouched
+    config = replace(
+        config,
+        optimizer=replace(config.optimizer, state="drop"),  # the run's own moments stay untouched
+        memory=replace(config.memory, frozen="device"),
+        precision=_unpacked(config.precision),
+    )
     job = build(config, folder.path)
     load_checkpoint(found[-1], job.partition, job.optimizer)
     _restore_masters(job)
@@ -58,12 +63,18 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     return out
 
 
+def _unpacked(name: str) -> str:
+    """The precision that keeps the same, and no weight in less than bf16: packing is for training."""
+    return BF16_EXACT.name if preset(name).frozen in ("int8", "nf4") else name
+
+
 @torch.no_grad()
 def _restore_masters(job: Job) -> None:
     for block in job.partition:
-        for name, remainder in job.optimizer.block_remainders(block.index).items():
-            parameter = block.parameters[name]
-            parameter.data = join(parameter.data, remainder.to(parameter.device))
+        remainders = job.optimizer.block_remainders(block.index)
+        for name, parameter in block.parameters.items():
+            value, remainder = parameter.data, remainders.get(name)
+            parameter.data = value.float() if remainder is None else join(value, remainder.to(value.device))
 
 
 def _save_model(job: Job, folder: Path) -> None:
@@ -73,4 +84,6 @@ def _save_model(job: Job, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(to_mapping(job.config.model)))
         return
     pretrained: Any = job.model
+    if hasattr(pretrained.config, "use_cache"):
+        pretrained.config.use_cache = True  # training kept no keys and values; who generates does
     pretrained.cpu().save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import nn
 from blocktrain.blocks.activation import evaluating
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
-from blocktrain.data.images import ImageConfig, open_images
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
-from blocktrain.data.text import TextConfig, open_text
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError, DataError, nearest
@@ -25,11 +23,13 @@ from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
+from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import OptimizerConfig, RunConfig
+from blocktrain.train.opening import open_task, require_apart
 from blocktrain.train.task import Task, to_device
 from blocktrain.units import Pace
 
@@ -68,14 +68,16 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     the processes of the run, None for this one alone."""
     ranks = ranks or Ranks()
     device = pick_device(config.device)
-    task, tokenizer = _open_task(config)
+    task, tokenizer = open_task(config)
     seed_everything(config.seed)
     model = load_model(
         config.model,
         vocab_size=None if tokenizer is None else tokenizer.vocab_size,
-        row_tokens=None if config.text is None else config.text.row_tokens,
-        num_classes=task.num_classes,
+        row_tokens=task.row_tokens,
+        classes=task.classes,
+        pad_token=task.pad_token,
     ).to(device)
+    require_apart(model, task)
     batch = task.train.batch([0])
     blocks = config.blocks
     parts = partition(
@@ -128,32 +130,6 @@ def _require_settled_checkpoints(config: RunConfig, pace: Pace) -> None:
             raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
 
 
-def _open_task(config: RunConfig) -> tuple[Task, Tokenizer | None]:
-    if isinstance(config.text, TextConfig):
-        text = open_text(config.text)
-        task = Task(
-            unit="tokens",
-            train=text.train,
-            validation=text.validation,
-            units_per_row=config.text.row_tokens,
-            bytes_per_token=text.validation.bytes_per_token,
-            fingerprint=text.train.fingerprint,
-        )
-        return task, text.tokenizer
-    assert isinstance(config.images, ImageConfig)
-    images = open_images(config.images, seed=config.seed)
-    task = Task(
-        unit="images",
-        train=images.train,
-        validation=images.validation,
-        units_per_row=1,
-        num_classes=images.num_classes,
-        augmented=config.images.augment != "none",
-        fingerprint=images.train.fingerprint,
-    )
-    return task, None
-
-
 def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
     options = config.optimizer
     for key in ("lr", "weight_decay"):
@@ -171,7 +147,8 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         parts,
         cls,
         state=_store(options, folder),
-        precision=preset(config.precision),
+        precision=replace(preset(config.precision), moments=options.moments),
+        frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         **keywords,

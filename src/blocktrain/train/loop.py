@@ -4,7 +4,7 @@
         with optimizer.visit(block):          freeze, unfreeze, build, restore
             until the visit is over:
                 one step                      step.py
-                evaluate when due             task.py
+                evaluate when due             task.py, asking.py
                 ask the rules                 stopping.py
                 checkpoint when due           checkpoint.py
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blocktrain.blocks.activation import evaluating
@@ -32,6 +32,7 @@ from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
+from blocktrain.train.asking import ask
 from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
@@ -98,7 +99,10 @@ class Loop:
         for visit in job.schedule.visits(job.partition, start=progress.visit):
             if progress.run_over:
                 break
-            with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer):
+            with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer.in_visit):
+                following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
+                if following is not None:
+                    job.optimizer.expect(following.block)
                 self._visit(visit)
             self._retire(visit)
         self._finish()
@@ -221,6 +225,9 @@ class Loop:
             score = job.task.score(
                 job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device, ranks=job.ranks
             )
+            answers = ask(job)
+        if answers:
+            score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
         progress.evaluated, progress.score = progress.step, score.to_event()
         block = job.optimizer.active
         self._emit(
@@ -232,6 +239,8 @@ class Loop:
                 **progress.score,
             }
         )
+        for answer in answers:
+            self._emit({"kind": "sample", "step": progress.step, **answer.to_event()})
 
     def _save(self) -> None:
         if not self.job.ranks.is_first:

@@ -87,15 +87,16 @@ def _cost(
     step = counter.measure(block.parameters)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
+    gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
     return {
         "flops": round(step.flops * micro_steps),
         "theory": round(
             theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed) * micro_steps
         ),
         "memory": {
-            "weights": sum(p.nbytes for p in job.model.parameters()) + sum(b.nbytes for b in job.model.buffers()),
+            "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
-            "gradients": master or sum(p.nbytes for p in block.parameters.values()),
+            "gradients": gradients,
             "optimizer": job.optimizer.predicted_state_bytes(block),
             "activations": step.saved_bytes,
         },

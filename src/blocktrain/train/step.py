@@ -76,18 +76,22 @@ def train_step(
 
 def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: Parallel, rows: StepRows, following: StepRows) -> float:
     """Forward and backward over this rank's part of the step's rows, `micro_rows` at a time; returns what it adds to
-    the mean loss.
+    the mean loss over the step's predictions. Each part counts for as many as it has, so that the parts of all ranks
+    add up to one large batch.
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
     micro = job.config.batch.micro_rows or len(rows.rows)
     parts = job.rows.mine(rows).split(micro)
+    weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
+    total = int(job.task.train.weights(rows.rows).sum())
     loss = 0.0
-    for part, coming in zip(parts, [*parts[1:], job.rows.mine(following).split(micro)[0]], strict=True):
+    after = job.rows.mine(following).split(micro)[0]
+    for part, weight, coming in zip(parts, weights, [*parts[1:], after], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):
             prefixed.prefetch(coming)
-            micro_loss = job.task.loss(job.model, batch) * (len(part.rows) / len(rows.rows))
+            micro_loss = job.task.loss(job.model, batch) * (weight / total)
             with parallel.last_backward() if part is parts[-1] else nullcontext():
                 micro_loss.backward()
         loss += micro_loss.item()

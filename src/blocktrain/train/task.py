@@ -1,4 +1,4 @@
-"""What a model is trained for, next tokens or image classes: rows to a loss, validation rows to a score."""
+"""What a model is trained for, next tokens or classes: rows to a loss, validation rows to a score."""
 
 from __future__ import annotations
 
@@ -25,34 +25,59 @@ class Rows(Protocol):
         """Keyword arguments of the model's forward call for these rows."""
         ...
 
+    def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """How many predictions each of these rows has a share of the mean loss for, int64 (B,)."""
+        ...
+
+
+class Exchanges(Protocol):
+    """Prompts, and the answers they should get."""
+
+    @property
+    def num_conversations(self) -> int:
+        """How many there are."""
+        ...
+
+    def exchange(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of prompt and answer, int64."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A mean over validation rows. `loss` in nats per token (or image)."""
+    """A mean over validation rows. `loss` in nats per token (or image, or text); `exact_match`: share of the answers
+    written that are right."""
 
     loss: float
     loss_per_byte: float | None = None
     accuracy: float | None = None
+    exact_match: float | None = None
 
     def to_event(self) -> dict[str, Any]:
         """As the fields of an evaluation record."""
-        return {"loss": self.loss, "loss_per_byte": self.loss_per_byte, "accuracy": self.accuracy}
+        figures = {"loss": self.loss, "loss_per_byte": self.loss_per_byte, "accuracy": self.accuracy}
+        return figures if self.exact_match is None else {**figures, "exact_match": self.exact_match}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Rows to train on, rows to evaluate on, and what one row counts for.
 
-    units_per_row: tokens in a row of text, 1 for an image. bytes_per_token: of the validation text, where it is text.
+    units_per_row: tokens in a row of text, 1 for an image or a labelled text. row_tokens: of text of any kind.
+    bytes_per_token: of the validation text, where all of it is predicted. classes: names, or numbers, of what is told
+    apart. pad_token: what fills labelled texts up. exchanges: validation conversations that can be asked for.
     augmented: whether training rows differ by variant. fingerprint: of the training rows, for what refers to them.
     """
 
-    unit: Literal["tokens", "images"]
+    unit: Literal["tokens", "images", "texts"]
     train: Rows
     validation: Rows
     units_per_row: int
+    row_tokens: int | None = None
     bytes_per_token: float | None = None
-    num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
+    pad_token: int | None = None
+    exchanges: Exchanges | None = None
     augmented: bool = False
     fingerprint: str = ""
 
@@ -71,19 +96,20 @@ class Task:
         ranks = ranks or Ranks()
         rows = min(rows, len(self.validation))
         starts = range(0, rows, batch_rows)
-        losses, correct = [], 0
+        losses, weights, correct = [], [], 0
         for start in starts[ranks.rank :: ranks.size]:
             indices = range(start, min(start + batch_rows, rows))
             batch = to_device(self.validation.batch(indices), device)
             output = model(**batch)
-            losses.append(output.loss.item() * len(indices))
-            if self.unit == "images":
+            weights.append(int(self.validation.weights(indices).sum()))
+            losses.append(output.loss.item() * weights[-1])
+            if self.classes is not None:
                 correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
         idle = -(-len(starts) // ranks.size) - len(losses)  # this rank's share is one batch shorter than another's
-        told = ranks.gather([correct, *losses, *[0.0] * idle])
-        correct = int(sum(theirs[0] for theirs in told))
-        loss = math.fsum(loss for theirs in told for loss in theirs[1:]) / rows
-        if self.unit == "images":
+        told = ranks.gather([correct, sum(weights), *losses, *[0.0] * idle])
+        correct, weight = (int(sum(theirs[at] for theirs in told)) for at in (0, 1))
+        loss = math.fsum(loss for theirs in told for loss in theirs[2:]) / weight
+        if self.classes is not None:
             return Score(loss=loss, accuracy=correct / rows)
         return Score(loss=loss, loss_per_byte=None if self.bytes_per_token is None else loss / self.bytes_per_token)
 

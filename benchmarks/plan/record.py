@@ -1,0 +1,121 @@
+"""Peak memory of a step by a tracker on fake tensors, for the configurations the planner is tested on.
+
+    python benchmarks/plan/record.py [--memtracker] [--out benchmarks/plan/tracked.json]
+
+This package's own step runs on a model without memory (`blocktrain.train.tracked`), one visit each to the first
+block, a middle one and the last; the second step of a visit counts. `--memtracker` runs the first three with PyTorch's
+MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import blocktrain as bt
+from blocktrain.model.fake import fake_copy
+from blocktrain.plan.layout import Layout, find_precision
+from blocktrain.plan.presets import find_model
+from blocktrain.train.tracked import STEPS, meta_model, tracked_peak
+
+SEQ = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration: model, blocks (1: full), precision, sequences at a time, and what is done about activations."""
+
+    model: str
+    blocks: int = 1
+    precision: str = "fp32"
+    rows: int = 1
+    checkpointing: bool = False
+    cached: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the tests name it."""
+        told = [self.model, f"M={self.blocks}", self.precision, f"{self.rows} x {SEQ}"]
+        return ", ".join([*told, *["checkpointed"] * self.checkpointing, *["cached"] * self.cached])
+
+    @property
+    def layout(self) -> Layout:
+        """As the planner takes it."""
+        return Layout(
+            blocks=self.blocks,
+            precision=find_precision(self.precision),
+            micro_rows=self.rows,
+            checkpointing="layers" if self.checkpointing else "none",
+            cache="host" if self.cached else "off",
+        )
+
+
+CASES = (
+    Case(model="gpt2", rows=4),
+    Case(model="gpt2", blocks=3, rows=4),
+    Case(model="gpt2", blocks=8, rows=4),
+    Case(model="gpt2-xl", blocks=3, precision="bf16-exact", rows=2),
+    Case(model="gpt2-xl", blocks=3, rows=4, checkpointing=True),
+    Case(model="llama-2-7b", precision="bf16-exact", checkpointing=True),
+    Case(model="llama-2-7b", blocks=3, precision="bf16-exact", rows=4),
+    Case(model="llama-2-7b", blocks=3, precision="bf16-exact", rows=4, checkpointing=True),
+    Case(model="llama-2-7b", blocks=8, precision="bf16-exact", rows=4, cached=True),
+    Case(model="llama-2-7b", blocks=32, precision="bf16-exact", rows=4, checkpointing=True),
+    Case(model="llama-3-8b", blocks=8, precision="bf16-exact", rows=2, checkpointing=True, cached=True),
+    Case(model="llama-3-70b", blocks=32, precision="bf16-exact", checkpointing=True),
+)
+
+
+def memtracker_peak(case: Case) -> int:
+    """The same in PyTorch's own tracker, for fp32, of the middle block. It refuses to hook a frozen parameter, so it
+    meets the model once with everything trainable, before."""
+    fake = fake_copy(meta_model(find_model(case.model)))
+    partition = bt.partition(fake.model, num_blocks=case.blocks)
+    optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True)
+    tracker = MemTracker()
+    tracker.track_external(fake.model)
+    ids = torch.zeros(case.rows, SEQ, dtype=torch.long)
+    with optimizer.visit(partition[case.blocks // 2]), fake.running(), tracker:
+        wanted = {parameter: parameter.requires_grad for parameter in fake.model.parameters()}
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        with torch.no_grad():
+            fake.model(input_ids=ids[:, :8])
+        for parameter, wants in wanted.items():
+            parameter.requires_grad_(wants)
+        for _ in range(STEPS):
+            tracker.reset_mod_stats()
+            fake.model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+        return int(snapshot["Total"])
+
+
+def main() -> None:
+    """Record all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memtracker", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tracked.json"))
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        start = time.perf_counter()
+        peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ)
+        worst = max(peaks.values())
+        row = {"name": case.name, **asdict(case), "seq": SEQ, "peak_bytes": worst, "peak_bytes_by_block": peaks}
+        if options.memtracker and case in CASES[:3]:
+            row["memtracker_middle_block_bytes"] = memtracker_peak(case)
+        rows.append(row)
+        print(f"{case.name}: {worst / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)", flush=True)
+    options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Fitting sequences of different lengths into rows of one length: best fit, longest first.
+
+capacity 8      | 5 5 5 5 5 3 3 3 | 4 4 4 4 2 2 . . |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+    """Indices of `lengths` row by row, each row's lengths summing to `capacity` at most, a row's in ascending order.
+
+    Each sequence goes to the fullest row that still has room for it (Johnson 1973: at most 11/9 of the fewest rows
+    possible, and one). Deterministic.
+
+    >>> best_fit([3, 5, 2, 4], 8)
+    [[0, 1], [2, 3]]
+    """
+    lengths = np.asarray(lengths)
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # room left -> rows
+    rooms: list[int] = []  # the keys of `open_rows`, sorted
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[place]
+        rows[row].append(index)
+        left = room - length
+        if left not in open_rows:
+            open_rows[left] = []
+            insort(rooms, left)
+        open_rows[left].append(row)
+    return [sorted(row) for row in rows]

@@ -1,0 +1,209 @@
+"""Texts with labels, to fine-tune a classifier on: sentiment, intents."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.document import Document
+from blocktrain.data.records import record_of, require_text
+from blocktrain.data.splits import open_sources, splits
+from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
+from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.units import format_count
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_AT_ONCE = 1024  # texts handed to the tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledConfig:
+    """Texts to train a classifier on.
+
+    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
+        hub.
+    validation: another source; none: the source's own validation or test split, else a share of it.
+    validation_share: of the texts, where there is no such split.
+    text_field: the field of a row that holds the text.
+    label_field: the field whose values, text or whole numbers, are the classes.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    row_tokens: tokens in a row; longer texts are cut.
+    max_documents: read only so many of each source.
+    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    """
+
+    source: str
+    validation: str | None = None
+    validation_share: float = 0.02
+    text_field: str = "text"
+    label_field: str = "label"
+    tokenizer: str = "bytes"
+    row_tokens: int = 128
+    max_documents: int | None = None
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation_share < 1:
+            raise ConfigError(f"validation_share is {self.validation_share}; it must be between 0 and 1, like 0.02")
+        if self.row_tokens < 1:
+            raise ConfigError(f"row_tokens must be at least 1, not {self.row_tokens}")
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ConfigError(f"max_documents is {self.max_documents}; it must be at least 1, or left out for all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledData:
+    """Texts to train on, texts to validate on, the names of the classes, and the tokenizer."""
+
+    train: LabelledRows
+    validation: LabelledRows
+    classes: tuple[str, ...]
+    tokenizer: Tokenizer
+
+
+def open_labelled(config: LabelledConfig) -> LabelledData:
+    """The texts of `config`, tokenised now if they are not in the cache yet. Classes are those of the training texts.
+
+    Raises `DataError` when data or fields are missing, or a validation text has a class that no training text has;
+    `StorageError` when the cache cannot be written.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    corpora = open_sources(config.source, config.validation, text_field=None)
+    key = {
+        "format": _FORMAT,
+        "corpora": [corpus.name for corpus in corpora],
+        "validation_share": config.validation_share,
+        "fields": [config.text_field, config.label_field],
+        "max_documents": config.max_documents,
+        "tokenizer": tokenizer.fingerprint,
+    }
+
+    def write(folder: Path) -> None:
+        train, validation = splits(corpora, share=config.validation_share, limit=config.max_documents)
+        labels = _encode(train, config, tokenizer, folder / "train")
+        others = _encode(validation, config, tokenizer, folder / "validation")
+        classes = _sorted(set(labels))
+        if unknown := sorted(set(others) - set(classes)):
+            raise DataError(f"validation texts have the class '{unknown[0]}', which no training text has")
+        numbers = {name: number for number, name in enumerate(classes)}
+        for name, values in (("train", labels), ("validation", others)):
+            np.save(folder / name / "labels.npy", np.array([numbers[value] for value in values], np.int64))
+        (folder / "classes.json").write_text(json.dumps(classes))
+
+    home = Path(config.cache).expanduser() if config.cache else default_home()
+    folder = cached_folder(home, "labelled", key=key, state=[corpus.state() for corpus in corpora], write=write)
+    train, validation = (
+        LabelledRows(folder / name, row_tokens=config.row_tokens, pad=padding_token(tokenizer))
+        for name in ("train", "validation")
+    )
+    classes = tuple(json.loads((folder / "classes.json").read_text()))
+    return LabelledData(train=train, validation=validation, classes=classes, tokenizer=tokenizer)
+
+
+def padding_token(tokenizer: Tokenizer) -> int:
+    """The id that fills texts up: the tokenizer's own, or its end of a text."""
+    pad = tokenizer.pretrained.pad_token_id
+    return pad if isinstance(pad, int) else tokenizer.eos
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """Numbers by value, names by alphabet."""
+    names = sorted(names)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+
+
+def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """tokens.bin, uint32, all texts end to end with the special tokens an encoder wants; starts.npy. Returns labels."""
+    folder.mkdir()
+    starts, labels, texts = [0], [], []
+
+    def flush() -> None:
+        for ids in tokenizer.pretrained(texts, verbose=False)["input_ids"] if texts else ():
+            tokens.write(np.array(ids, np.uint32).data)
+            starts.append(starts[-1] + len(ids))
+        texts.clear()
+
+    with (folder / "tokens.bin").open("wb") as tokens:
+        for document in documents:
+            text, label = _fields(document, config)
+            texts.append(text)
+            labels.append(label)
+            if len(texts) == _AT_ONCE:
+                flush()
+        flush()
+    np.save(folder / "starts.npy", np.array(starts, np.int64))
+    return labels
+
+
+def _fields(document: Document, config: LabelledConfig) -> tuple[str, str]:
+    record, place = record_of(document), f"'{document.id}'"
+    for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
+        if field not in record:
+            raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
+    label = record[config.label_field]
+    if not isinstance(label, str | int):
+        raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
+    return require_text(record[config.text_field], config.text_field, place), str(label)
+
+
+class LabelledRows:
+    """Texts as rows of `row_tokens` tokens, cut or filled up, with their classes."""
+
+    def __init__(self, folder: Path, *, row_tokens: int, pad: int):
+        """Map a folder that `open_labelled` filled; raises `DataError` if it is damaged. Cut texts are counted and
+        said once, in the log."""
+        self.folder = folder
+        self.row_tokens = row_tokens
+        self._pad = pad
+        try:
+            self._starts = np.load(folder / "starts.npy")
+            self.labels = np.load(folder / "labels.npy")
+            self._tokens = np.memmap(folder / "tokens.bin", np.uint32, "r", shape=int(self._starts[-1]))
+        except (OSError, ValueError, IndexError) as error:
+            raise DataError(f"'{folder}' is not a folder of labelled texts ({error}); delete it") from error
+        self.num_cut = int((np.diff(self._starts) > row_tokens).sum())
+        if self.num_cut:
+            logger.warning(
+                "%d of %d %s texts are longer than %d tokens and are cut off (row_tokens)",
+                *(self.num_cut, len(self), folder.name, row_tokens),
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"LabelledRows({format_count(len(self))} texts of {self.row_tokens} tokens)"
+
+    @property
+    def fingerprint(self) -> str:
+        """Names these rows: the folder is called by what its tokens were made from."""
+        return f"{self.folder.parent.parent.name}/{self.folder.parent.name} in rows of {self.row_tokens}"
+
+    def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """One prediction a text: ones, int64 (B,)."""
+        return np.ones(len(indices), np.int64)
+
+    def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
+        """Texts `indices` as `input_ids` and `attention_mask`, int64 (B, T), and their classes, `labels`, int64 (B,).
+
+        Every `variant` is the same.
+        """
+        del variant
+        shape = (len(indices), self.row_tokens)
+        ids, mask = np.full(shape, self._pad, np.int64), np.zeros(shape, np.int64)
+        for row, index in enumerate(indices):
+            start, stop = self._starts[index : index + 2].tolist()
+            length = min(stop - start, self.row_tokens)
+            ids[row, :length] = self._tokens[start : start + length]
+            mask[row, :length] = 1
+        labels = torch.from_numpy(self.labels[np.asarray(indices, np.int64)])
+        return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), "labels": labels}

@@ -1,0 +1,96 @@
+"""Conversations as tokens, and which of them the assistant wrote: only those are learned.
+
+    user:\nWhat is 1 + 1?\nassistant:\n2<eos>          the default template
+    .................................| 1  1          trained
+
+The template is the tokenizer's own, rendered by `transformers`. Where it marks the assistant's turns
+(`{% generation %}`) the marks decide; where it does not, each turn is what the conversation grows by when the turn is
+added, and a template that rewrites what was there before is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blocktrain.data.conversation import Message
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.errors import ConfigError, DataError
+
+# For tokenizers that bring none: roles as words, and the end-of-text token after each answer.
+DEFAULT = """\
+{{ bos_token if bos_token else '' }}\
+{%- for message in messages %}\
+{{- message['role'] + ':\\n' }}\
+{%- if message['role'] == 'assistant' %}\
+{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}\
+{%- else %}{{- message['content'] + '\\n' }}{%- endif %}\
+{%- endfor %}\
+{%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
+
+_QUIET = {"verbose": False}  # a conversation longer than the model is told of once, by its rows
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """A tokenizer with its template; the tokenizer is saved with the template it was trained with."""
+
+    def __init__(self, tokenizer: Tokenizer, path: str | None = None):
+        """path: a Jinja file to use instead of the tokenizer's own template."""
+        self._pretrained: Any = tokenizer.pretrained
+        if path is not None:
+            try:
+                self._pretrained.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"template '{path}' cannot be read: {error}") from None
+        elif self._pretrained.chat_template is None:
+            self._pretrained.chat_template = DEFAULT
+        text = self._pretrained.get_chat_template()
+        self._marks = self._pretrained.is_fast and _MARKS.search(text) is not None
+        self.fingerprint = hashlib.sha256(f"{tokenizer.fingerprint} {text}".encode()).hexdigest()[:16]
+
+    def encode(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, int64 (T,), and whether each is the assistant's, bool (T,)."""
+        try:
+            if self._marks:
+                rendered = self._pretrained.apply_chat_template(
+                    messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
+                )
+                return np.array(rendered["input_ids"]), np.array(rendered["assistant_masks"], bool)
+            return self._by_growth(messages, place)
+        except DataError:
+            raise
+        except Exception as error:  # a template raises what it likes, Jinja's errors among others
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{place}: the chat template refuses this conversation: {reason}") from error
+
+    def _by_growth(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._ids(messages)
+        trained = np.zeros(len(ids), bool)
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._ids(messages[:turn], prompt=True)
+                until = self._ids(messages[: turn + 1])
+                if not (_begins(until, before) and _begins(ids, until)):
+                    raise DataError(
+                        f"{place}: the chat template rewrites what comes before message {turn + 1}, so the assistant's "
+                        "tokens cannot be told; mark them in a template of your own with {% generation %}"
+                    )
+                trained[len(before) : len(until)] = True
+        return ids, trained
+
+    def _ids(self, messages: list[Message], *, prompt: bool = False) -> np.ndarray:
+        if not messages:  # a conversation that the assistant opens
+            return np.empty(0, np.int64)
+        rendered = self._pretrained.apply_chat_template(
+            messages, add_generation_prompt=prompt, return_dict=True, tokenizer_kwargs=_QUIET
+        )
+        return np.array(rendered["input_ids"])
+
+
+def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
+    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())

@@ -1,0 +1,182 @@
+"""AdamW with its two averages in 8 bits (Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization).
+
+For each 256 values one fp32 scale, their largest magnitude, and one code a value: the nearest entry of a fixed table of
+256 numbers in [-1, 1] (the second average: [0, 1]) that is fine near 0, seven decades down. 2.03 bytes a parameter
+instead of 8.
+
+The state is laid out as bitsandbytes' kernels have it: where that package is installed they take the step on a CUDA
+device; elsewhere plain PyTorch does, in chunks. (torchao's AdamW8bit was tried: it compiles each shape, 19 s for the
+first matrix on a CPU, refuses a learning rate that is set as a number, and its state is a tensor of a class of its
+own, which safetensors cannot write.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocktrain.optim.packing import has_bitsandbytes
+
+GROUP = 256
+SMALLEST = 4096  # elements; the averages of a smaller parameter (norms, biases) stay in fp32, as in bitsandbytes
+_CHUNK = 2**22  # parameters updated at a time: what is in fp32 in between stays small
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with 8-bit state. State of a parameter: `step`, and of both averages codes (uint8, as many as
+    the parameter has elements) and scales (fp32, one for 256)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"AdamW8bit cannot take lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(_fresh(parameter))
+                state["step"] += 1
+                update = _update if parameter.numel() < SMALLEST else _update_8bit
+                update(parameter.data, parameter.grad, state, group)
+        return loss
+
+
+def _fresh(parameter: Tensor) -> dict[str, Any]:
+    if parameter.numel() < SMALLEST:
+        zeros = (torch.zeros(parameter.shape, device=parameter.device) for _ in range(2))
+        return {"step": 0, **dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))}
+    groups = -(-parameter.numel() // GROUP)
+    state: dict[str, Any] = {"step": 0}
+    for name, values in (("exp_avg", _signed()), ("exp_avg_sq", _unsigned())):
+        state[name] = torch.full(parameter.shape, values.index(0.0), dtype=torch.uint8, device=parameter.device)
+        state[name + "_scale"] = torch.zeros(groups, device=parameter.device)
+    return state
+
+
+def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    _adamw(weight, gradient, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
+
+
+def _adamw(weight: Tensor, gradient: Tensor, averages: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
+    """Loshchilov & Hutter 2019, algorithm 2; in place."""
+    (beta1, beta2), (average, square) = group["betas"], averages
+    average.lerp_(gradient.float(), 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
+    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.addcdiv_(average, denominator, value=-group["lr"] / (1 - beta1**step))
+
+
+def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    tables = [torch.tensor(values, device=weight.device) for values in (_signed(), _unsigned())]
+    if weight.is_cuda and weight.is_contiguous() and has_bitsandbytes():
+        _update_by_kernel(weight, gradient, state, group, tables)
+    else:
+        _update_in_chunks(weight, gradient, state, group, tables)
+    # A square that is too small beside the largest of its 256 must not become 0: the next step would divide by it.
+    state["exp_avg_sq"].clamp_(min=1)
+
+
+def _update_in_chunks(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], tables: list[Tensor]
+) -> None:
+    flat, slope = weight.contiguous().view(-1), gradient.contiguous().view(-1)
+    moments = [(state[name].view(-1), state[name + "_scale"]) for name in ("exp_avg", "exp_avg_sq")]
+    for start in range(0, flat.numel(), _CHUNK):
+        end = min(start + _CHUNK, flat.numel())
+        groups = slice(start // GROUP, -(-end // GROUP))
+        mine = [(codes[start:end], scales[groups]) for codes, scales in moments]
+        averages = (decode(*mine[0], tables[0]), decode(*mine[1], tables[1]))
+        _adamw(flat[start:end], slope[start:end], averages, state["step"], group)
+        for (codes, scales), value, table in zip(mine, averages, tables, strict=True):
+            encode(value, codes, scales, table)
+    if not weight.is_contiguous():
+        weight.copy_(flat.view(weight.shape))
+
+
+def _update_by_kernel(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], tables: list[Tensor]
+) -> None:
+    beta1, beta2 = group["betas"]
+    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+        "adam",
+        gradient.contiguous(),
+        weight,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        beta1,
+        beta2,
+        0.0,  # beta3 and alpha: of another optimizer
+        0.0,
+        group["eps"],
+        state["step"],
+        group["lr"],
+        *tables,
+        state["exp_avg_scale"],
+        state["exp_avg_sq_scale"],
+        group["weight_decay"],
+        1.0,  # gradients are clipped already
+        False,
+    )
+
+
+def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    """uint8 (n,), fp32 (n / 256,) -> fp32 (n,)."""
+    groups = pad(table[codes.int()], (0, -codes.numel() % GROUP)).view(-1, GROUP)
+    return groups.mul_(scales.unsqueeze(1)).view(-1)[: codes.numel()]
+
+
+def encode(values: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
+    """fp32 (n,) -> the largest magnitudes of each 256 into `scales`, nearest entries of `table` into `codes`."""
+    groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
+    scales.copy_(groups.abs().amax(1))
+    unit = groups / scales.masked_fill(scales == 0, 1).unsqueeze(1)
+    nearest = torch.bucketize(unit.view(-1)[: values.numel()], (table[1:] + table[:-1]) / 2, out_int32=True)
+    codes.copy_(nearest)
+
+
+def _dynamic(*, signed: bool) -> tuple[float, ...]:
+    """The table: 0, 1, and in each decade 10^-6 .. 1 the means of equal steps, twice as many in each as in the one
+    below. Dettmers 2016, 8-Bit Approximations for Parallelism in Deep Learning."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        steps = 2 ** (decade if signed else decade + 1)
+        edges = [0.1 + 0.9 * i / steps for i in range(steps + 1)]
+        means = [10.0 ** (decade - 6) * (low + high) / 2 for low, high in pairwise(edges)]
+        values += means
+        if signed:
+            values += [-mean for mean in means]
+    return tuple(sorted(values))
+
+
+@cache
+def _signed() -> tuple[float, ...]:
+    return _dynamic(signed=True)
+
+
+@cache
+def _unsigned() -> tuple[float, ...]:
+    return _dynamic(signed=False)

@@ -1,0 +1,100 @@
+"""The weights of frozen blocks: in which format, where, and with what makes their masters exact.
+
+construct   lower every weight to the compute dtype, keep the remainders, put the matrices to rest
+activate    wake the block; its masters are the weights and the remainders
+retire      keep the new remainders, put the block to rest again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.optim.master import Masters, Remainders, lower
+from blocktrain.optim.precision import Precision
+from blocktrain.optim.resting import FrozenPlace, Resting
+
+
+class FrozenWeights:
+    """What a partition's blocks are while they are not trained. Constructing lowers and rests the whole model."""
+
+    def __init__(self, partition: Partition, precision: Precision, place: FrozenPlace):
+        _require_dtype(partition, precision)
+        self.precision = precision
+        self._partition = partition
+        self._remainders: list[Remainders] = [{} for _ in partition]  # of blocks that are frozen, by index
+        self._resting = Resting(partition.chain, precision.frozen, place)
+        for name, parameter in partition.whole.parameters.items():  # one by one: packed before the next is lowered
+            left = lower({name: parameter}) if precision.has_master else {}
+            if precision.keeps_remainder:
+                for block in partition:
+                    if name in block.parameters:
+                        self._remainders[block.index][name] = block.part(name, left[name])
+            self._resting.rest([parameter])
+
+    def activate(self, block: Block) -> Masters | None:
+        """Wake a block for training; its masters, where the precision has them."""
+        self._resting.wake(block.parameters.values())
+        needed = self.precision.has_master or block.rows
+        return Masters(block, self._remainders[block.index]) if needed else None
+
+    def retire(self, block: Block, masters: Masters | None) -> None:
+        """Keep what a block has become."""
+        if masters is not None:
+            self._remainders[block.index] = masters.remainders() if self.precision.keeps_remainder else {}
+            masters.close()
+
+    def rest(self, block: Block) -> None:
+        """Put a block that has retired to rest; when its masters and moments are gone, so that memory stays low."""
+        self._resting.rest(block.parameters.values())
+
+    def weights(self, block: Block) -> dict[str, Tensor]:
+        """A block's weights in the compute dtype, on the host, not to be changed; nothing is woken for it."""
+        return {name: block.part(name, self._resting.value(p)) for name, p in block.parameters.items()}
+
+    def load_weights(self, block: Block, weights: Mapping[str, Tensor]) -> None:
+        """Replace a block's weights; raises `CheckpointError` where one is missing."""
+        for name, parameter in block.parameters.items():
+            shape = block.part(name, parameter).shape
+            if name not in weights or weights[name].shape != shape:
+                raise CheckpointError(f"the weights to load have no '{name}' of shape {tuple(shape)}")
+        for name, parameter in block.parameters.items():
+            value = weights[name]
+            if name in block.rows:
+                value = self._resting.value(parameter).clone()
+                block.part(name, value).copy_(weights[name])
+            self._resting.replace(parameter, value)
+
+    def remainders(self, block: Block) -> Remainders:
+        """What a frozen block's weights leave out of its masters."""
+        return self._remainders[block.index]
+
+    def load_remainders(self, remainders: list[Remainders]) -> None:
+        """Replace all of them."""
+        self._remainders = remainders
+
+    def device_bytes(self, active: Block) -> int:
+        """Of the model's weights while `active` is trained: its own in the compute dtype, the others as they rest."""
+        awake = {id(parameter) for parameter in active.parameters.values()}
+        return sum(
+            parameter.nbytes if id(parameter) in awake else self._resting.device_bytes(parameter)
+            for parameter in self._partition.model.parameters()
+        )
+
+    def close(self) -> None:
+        """Wake everything, for good."""
+        self._resting.close()
+
+
+def _require_dtype(partition: Partition, precision: Precision) -> None:
+    """Weights of 16 bits without a master lose small updates; nobody should train so without having said so."""
+    for name, parameter in partition.model.named_parameters():
+        if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"'{name}' is {str(parameter.dtype).removeprefix('torch.')}, and precision '{precision.name}' keeps no "
+                "fp32 master of it: give precision=BF16_EXACT, or model.float() first"
+            )

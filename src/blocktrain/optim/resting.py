@@ -1,0 +1,263 @@
+"""Weights of frozen layers while nothing computes with them: packed, on the host, or both; woken for one layer's run.
+
+    at rest      the parameter is one NaN (see `model/stored.py`), what holds its value is here
+    runs         around the layer's module: its weights, unpacked into new tensors, stand in for the parameters
+
+                   layer i - 1     layer i     layer i + 1
+    OnDevice         packed         awake        packed
+    OnHost            host          awake      on its way        forward; in a backward pass, of layer i - 1
+
+Standing in means that the module holds another tensor under the parameter's name while it runs. What autograd keeps of
+it for the backward pass of a frozen tail is that tensor, so gradients are right whatever becomes of the parameter.
+Activation checkpointing around the layer is what keeps autograd from keeping it: then at most two layers are awake.
+Nothing is ever written back: frozen weights do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.errors import ConfigError
+from blocktrain.model.around import surround
+from blocktrain.model.chain import Chain
+from blocktrain.model.stored import is_away, put_away, take_out
+from blocktrain.optim.packing import Packed, pack
+from blocktrain.optim.precision import Format
+from blocktrain.runtime import SideStream
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Frozen weights stay on the device."""
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """Frozen weights stay in host memory and are copied to the device as the layers run, one layer ahead."""
+
+
+FrozenPlace = OnDevice | OnHost
+
+
+@dataclass(frozen=True, eq=False)
+class _Rested:
+    value: Tensor  # in the compute dtype, on the host
+    packed: Packed  # what is woken
+
+
+class Resting:
+    """Holds the matrices of a model's frozen layers. Vectors (norms, biases) are too small to be worth it.
+
+    Host memory: 2 bytes a resting weight in bf16, and under `OnHost` its packed form. Device memory: the packed form
+    under `OnDevice`; beside it the layer that runs, and under `OnHost` the copy of the one that follows.
+    """
+
+    def __init__(self, chain: Chain, form: Format, place: FrozenPlace):
+        self._form: Format = form
+        self._place = place
+        self._model = chain.model
+        self._rested: dict[nn.Parameter, _Rested] = {}
+        self._units: list[list[nn.Parameter]] = []  # by number: matrices of one module of the chain, in forward order
+        self._coming: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device, by unit: at most two
+        self._order: list[int] = []  # units at rest
+        self._last, self._up = -1, True  # where in that order the model was, and where it was going
+        self._undo: list[Callable[[], object]] = []
+        self._side: SideStream | None = None
+        if form in ("int8", "nf4") or isinstance(place, OnHost):
+            self._surround(chain)
+
+    def _surround(self, chain: Chain) -> None:
+        for parameter in chain.model.parameters():
+            if is_away(parameter):
+                raise ConfigError("the model's weights rest with another BlockOptimizer; close() that one first")
+        for layer in chain.layers:
+            for module in layer.modules.values():
+                uses = list(_matrices(module))
+                self._undo.append(surround(module, _Waking(self, len(self._units), uses)))
+                self._units.append(list({id(use.parameter): use.parameter for use in uses}.values()))
+        hook = chain.model.register_state_dict_post_hook(_TrueWeights(self))
+        self._undo.append(hook.remove)
+        self._side = SideStream(next(chain.model.parameters()).device)
+
+    # -- rest and wake --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rest(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put away those of `parameters` that a module can be given as it runs."""
+        if self._side is None:
+            return
+        for parameter in parameters:
+            if parameter.ndim >= 2 and not is_away(parameter):
+                self._put_away(parameter, parameter.data)
+        self._forget_order()
+
+    def _put_away(self, parameter: nn.Parameter, value: Tensor) -> None:
+        assert self._side is not None
+        packed = pack(value.to(parameter.device), self._form)
+        on_host = self._side.pinned(value)
+        if isinstance(self._place, OnHost):
+            as_it_is = self._form in ("fp32", "bf16")
+            parts = (on_host,) if as_it_is else tuple(self._side.pinned(part) for part in packed.parts)
+            packed = Packed(packed.format, packed.shape, packed.dtype, parts)
+        self._rested[parameter] = _Rested(on_host, packed)
+        put_away(parameter, packed.parts)
+
+    @torch.no_grad()
+    def wake(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give `parameters` their own values back, on their device: a block becomes active, or the run is over."""
+        for parameter in parameters:
+            rested = self._rested.pop(parameter, None)
+            if rested is not None:
+                take_out(parameter, rested.value.to(parameter.device, copy=True))
+        self._forget_order()
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """The value of `parameter` before it was packed, on the host; not to be changed."""
+        rested = self._rested.get(parameter)
+        return parameter.data.cpu() if rested is None else rested.value
+
+    @torch.no_grad()
+    def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Put `value` in the place of what `parameter` was, at rest or awake."""
+        if parameter in self._rested:
+            self._put_away(parameter, value.to(parameter.dtype, copy=True))
+            self._forget_order()
+        else:
+            parameter.copy_(value)
+
+    def close(self) -> None:
+        """Wake everything and leave the model as it would be without."""
+        self.wake(list(self._rested))
+        while self._undo:
+            self._undo.pop()()
+
+    def device_bytes(self, parameter: nn.Parameter) -> int:
+        """What `parameter` takes on its device while it is frozen."""
+        if self._side is None or parameter.ndim < 2:
+            return parameter.nbytes
+        if isinstance(self._place, OnHost):
+            return 0
+        return sum(part.nbytes for part in pack(torch.empty_like(parameter, device="meta"), self._form).parts)
+
+    # -- as the model runs ----------------------------------------------------------------------------------------
+
+    def woken(self, unit: int) -> dict[nn.Parameter, Tensor]:
+        """New tensors with the values of a unit's resting weights; what the next unit needs is on its way after."""
+        if self._side is None or not any(parameter in self._rested for parameter in self._units[unit]):
+            return {}
+        # What is made in inference mode could not be kept for a backward pass later.
+        with torch.inference_mode(False), torch.no_grad():
+            parts = self._coming.pop(unit, None) or self._fetch(unit)
+            self._side.join()
+            if isinstance(self._place, OnHost):
+                following = self._following(unit)
+                coming = {at: self._coming.get(at) for at in following}
+                self._coming = {unit: parts}
+                self._coming.update({at: found or self._fetch(at) for at, found in coming.items()})
+            return {parameter: self._rested[parameter].packed.unpack(mine) for parameter, mine in parts.items()}
+
+    def _fetch(self, unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
+        """Start to copy a unit's packed weights to the device."""
+        side = self._side
+        assert side is not None
+        return {
+            parameter: tuple(side.to_device(part) for part in self._rested[parameter].packed.parts)
+            for parameter in self._units[unit]
+            if parameter in self._rested
+        }
+
+    def _following(self, unit: int) -> list[int]:
+        """The unit that will run next: the one above in a forward pass, below where a backward pass computes again.
+
+        A pass turns at the unit where the one before it ended; any jump is the start of a forward pass.
+        """
+        if not self._order:
+            self._order = [at for at, mine in enumerate(self._units) if any(p in self._rested for p in mine)]
+            self._last = -1
+        place = self._order.index(unit)
+        if place == self._last:
+            self._up = not self._up
+        else:
+            self._up = place != self._last - 1
+        self._last = place
+        following = place + (1 if self._up else -1)
+        return [self._order[following]] if 0 <= following < len(self._order) else []
+
+    def _forget_order(self) -> None:
+        if self._side is not None:
+            self._side.join()  # no copy may be under way into memory that is given back
+        self._coming, self._order = {}, []
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Where a module holds a parameter."""
+
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+
+
+def _matrices(module: nn.Module) -> Iterator[_Use]:
+    for owner in module.modules():
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.ndim >= 2:
+                yield _Use(owner, attribute, parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waking:
+    """Around one module of the chain: its resting weights are awake while it runs."""
+
+    resting: Resting
+    unit: int
+    uses: list[_Use]
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _standing_in(self.resting.woken(self.unit), self.uses):
+            return run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the model without memory has nothing to wake."""
+        return _as_it_is
+
+
+def _as_it_is(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+@contextmanager
+def _standing_in(woken: dict[nn.Parameter, Tensor], uses: Iterable[_Use]) -> Iterator[None]:
+    standing = [use for use in uses if use.parameter in woken]
+    for use in standing:
+        use.owner._parameters[use.attribute] = woken[use.parameter]  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for use in standing:
+            use.owner._parameters[use.attribute] = use.parameter
+
+
+@dataclass(eq=False)
+class _TrueWeights:
+    """Makes `model.state_dict()` hold what resting weights stand for, on the host."""
+
+    resting: Resting
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if is_away(parameter) and prefix + name in state:
+                state[prefix + name] = self.resting.value(parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """In a copy of the model without memory."""

@@ -1,0 +1,256 @@
+"""Cards, links and prices, each figure with where it comes from: `hardware.toml`, overridden by file or flag."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from blocktrain.errors import ConfigError, nearest
+
+Kind = Literal["measured", "published", "paper", "assumed", "given"]
+GIB = 2.0**30
+THIS_MACHINE = "this-machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a figure comes from."""
+
+    kind: Kind
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumed:
+    """What of a published peak is reached, and what a rented machine has beside its cards. See `hardware.toml`."""
+
+    matmul_efficiency_fp32: float
+    matmul_efficiency_bf16: float
+    attention_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+    kernel_seconds: float
+    overlap: float
+    reserve_gib: float
+    fragmentation: float
+    host_memory_gib_per_card: float
+    host_memory_bytes_per_second: float
+    disk_gib_per_node: float
+    disk_bytes_per_second: float
+    cards_per_node: int
+    origin: Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Bytes per second in one direction."""
+
+    name: str
+    bytes_per_second: float
+    origin: Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU's published figures."""
+
+    name: str
+    title: str
+    memory_gib: float
+    fp32_flops: float
+    bf16_flops: float | None
+    memory_bytes_per_second: float
+    host_link: Link
+    peer_link: Link
+    origin: Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Dollars an hour for one card."""
+
+    usd_per_hour: Decimal
+    provider: str
+    origin: Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Everything in the hardware file."""
+
+    assumed: Assumed
+    network: Link
+    cards: Mapping[str, Card]
+    prices: Mapping[str, Mapping[str, Price]]  # provider -> card -> price
+
+    def card(self, name: str) -> Card:
+        """The card called `name`; raises `ConfigError` with near names."""
+        if name.lower() in self.cards:
+            return self.cards[name.lower()]
+        near = [card for card in self.cards if name.lower() in card or card in name.lower()]
+        hint = (
+            f"did you mean {' or '.join(repr(card) for card in near)}?" if near else nearest(name.lower(), self.cards)
+        )
+        raise ConfigError(f"GPU '{name}' is unknown; {hint}")
+
+    def price(self, card: str, provider: str | None = None) -> Price | None:
+        """Of `provider`, or of the first that has the card; None where nobody does."""
+        if provider is not None and provider not in self.prices:
+            raise ConfigError(f"provider '{provider}' is unknown; {nearest(provider, self.prices)}")
+        for name in [provider] if provider else self.prices:
+            if card in self.prices[name]:
+                return self.prices[name][card]
+        return None
+
+
+def load_hardware(extra: Path | None = None) -> Hardware:
+    """The package's figures, with those of a file of the same form laid over them."""
+    values = tomllib.loads(resources.files("blocktrain.plan").joinpath("hardware.toml").read_text(encoding="utf-8"))
+    if extra is not None:
+        values = _laid_over(values, _read(extra))
+    try:
+        return _hardware(values)
+    except KeyError as error:
+        raise ConfigError(f"'{extra}': key {error} is missing; the package's hardware.toml shows the form") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"hardware file '{path}' does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"hardware file '{path}' cannot be read: {error}") from None
+
+
+def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = _laid_over(merged[key], value) if both else value
+    return merged
+
+
+def _hardware(values: Mapping[str, Any]) -> Hardware:
+    links = {
+        name: Link(name=name, bytes_per_second=float(item["bytes_per_second"]), origin=_origin(item))
+        for name, item in values["links"].items()
+    }
+    names = {field.name for field in fields(Assumed)} - {"origin"}
+    assumed = Assumed(**{name: values["assumed"][name] for name in names}, origin=_origin(values["assumed"]))
+    cards = {name: _card(name, item, links) for name, item in values["cards"].items()}
+    prices = {
+        provider: {
+            card: Price(usd_per_hour=Decimal(str(usd)), provider=item["title"], origin=_origin(item))
+            for card, usd in item["usd_per_hour"].items()
+        }
+        for provider, item in values["providers"].items()
+    }
+    return Hardware(assumed=assumed, network=links["network"], cards=cards, prices=prices)
+
+
+def _origin(item: Mapping[str, Any]) -> Origin:
+    return Origin(kind=item["kind"], source=item["source"], date=str(item["date"]))
+
+
+def _card(name: str, item: Mapping[str, Any], links: Mapping[str, Link]) -> Card:
+    for key in ("host_link", "peer_link"):
+        if item[key] not in links:
+            raise ConfigError(f"card '{name}': {key} '{item[key]}' is unknown; {nearest(item[key], links)}")
+    return Card(
+        name=name,
+        title=item["title"],
+        memory_gib=float(item["memory_gib"]),
+        fp32_flops=float(item["fp32_flops"]),
+        bf16_flops=float(item["bf16_flops"]) if "bf16_flops" in item else None,
+        memory_bytes_per_second=float(item["memory_bytes_per_second"]),
+        host_link=links[item["host_link"]],
+        peer_link=links[item["peer_link"]],
+        origin=_origin(item),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one card achieves, in FLOPs and bytes per second, and how that is known.
+
+    matmul, attention: by bytes of the compute dtype (4: fp32, 2: bf16); a dtype the card does not multiply is absent.
+    """
+
+    matmul_flops: Mapping[int, float]
+    attention_flops: Mapping[int, float]
+    memory_bytes: float
+    kernel_seconds: float
+    update_scalars: float  # fused AdamW, parameters per second
+    host_link_bytes: float
+    peer_link_bytes: float
+    network_bytes: float
+    host_memory_bytes: float
+    disk_bytes: float
+    kind: Kind
+
+
+UPDATE_BYTES = 28  # AdamW of one fp32 scalar: weight, gradient, two moments read; weight and moments written
+
+
+def achievable(card: Card, hardware: Hardware) -> Rates:
+    """A card's published peaks times the assumed efficiencies."""
+    assumed = hardware.assumed
+    peaks = {4: (card.fp32_flops, assumed.matmul_efficiency_fp32)}
+    if card.bf16_flops is not None:
+        peaks[2] = (card.bf16_flops, assumed.matmul_efficiency_bf16)
+    stream = card.memory_bytes_per_second * assumed.memory_efficiency
+    return Rates(
+        matmul_flops={dtype: peak * share for dtype, (peak, share) in peaks.items()},
+        attention_flops={dtype: peak * assumed.attention_efficiency for dtype, (peak, _) in peaks.items()},
+        memory_bytes=stream,
+        kernel_seconds=assumed.kernel_seconds,
+        update_scalars=stream / UPDATE_BYTES,
+        host_link_bytes=card.host_link.bytes_per_second * assumed.link_efficiency,
+        peer_link_bytes=card.peer_link.bytes_per_second * assumed.link_efficiency,
+        network_bytes=hardware.network.bytes_per_second * assumed.link_efficiency,
+        host_memory_bytes=assumed.host_memory_bytes_per_second,
+        disk_bytes=assumed.disk_bytes_per_second,
+        kind="published",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What `blocktrain calibrate` measured on this machine, as it is stored."""
+
+    device: str
+    memory_bytes_total: float
+    rates: Rates
+    date: str
+
+
+def calibration_file() -> Path:
+    """In the user's configuration folder."""
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(home) / "blocktrain" / "this-machine.json"
+
+
+def load_calibration(path: Path | None = None) -> Calibration:
+    """The stored measurements; raises `ConfigError` where there are none."""
+    path = path or calibration_file()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        rates = dict(values["rates"])
+        for key in ("matmul_flops", "attention_flops"):
+            rates[key] = {int(dtype): float(rate) for dtype, rate in rates[key].items()}
+        return Calibration(**{**values, "rates": Rates(**rates)})
+    except FileNotFoundError:
+        raise ConfigError(
+            f"this machine has not been measured: run 'blocktrain calibrate' ('{path}' is missing)"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}' cannot be read ({error}); run 'blocktrain calibrate' again") from None

@@ -1,0 +1,239 @@
+"""What a plan needs to know about a model: its shape, and from that exact parameter counts, layer by layer.
+
+Two families cover the decoders people train: GPT-2's (learned positions, biases, LayerNorm, one wide MLP) and Llama's
+(rotary positions, RMSNorm, grouped queries, gated MLP), the latter with the additions of Mistral, Qwen 2 and 3 and
+mixtures of experts. Counts are those of `transformers`, to the parameter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from blocktrain.errors import ConfigError, nearest
+
+Family = Literal["gpt2", "llama"]
+Norms = Literal["none", "heads"]  # RMSNorm over queries and keys (Qwen 3)
+
+# model_type of a config.json -> the family it is counted as.
+FAMILIES: dict[str, Family] = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "llama",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: it is the key of many small caches
+class ModelSpec:
+    """A decoder's shape. `architecture` is its `model_type` in transformers; `settings` rebuild it there."""
+
+    name: str
+    architecture: str
+    layers: int
+    width: int  # d, of the hidden states
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int  # of the MLP, or of one expert
+    vocabulary: int
+    positions: int
+    tied: bool  # the output projection is the embedding
+    qkv_bias: bool = False
+    head_norms: Norms = "none"
+    experts: int = 1
+    experts_used: int = 1  # for each token
+
+    def __post_init__(self) -> None:
+        if self.architecture not in FAMILIES:
+            raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_families()}")
+        for key in ("layers", "width", "heads", "kv_heads", "head_width", "inner", "vocabulary", "positions"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{self.name}: {key} must be at least 1, not {getattr(self, key)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.name}: {self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
+            )
+        if not 1 <= self.experts_used <= self.experts:
+            raise ConfigError(f"{self.name}: a token cannot use {self.experts_used} of {self.experts} experts")
+
+    @cached_property
+    def family(self) -> Family:
+        """Whose operations a layer runs."""
+        return FAMILIES[self.architecture]
+
+    @cached_property
+    def query_width(self) -> int:
+        """Of all queries together, and of the attention's output."""
+        return self.heads * self.head_width
+
+    @cached_property
+    def kv_width(self) -> int:
+        """Of all keys together, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """The first layer of the chain; a tied output projection is counted here."""
+        positions = self.positions * self.width if self.family == "gpt2" else 0
+        return self.vocabulary * self.width + positions
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """One transformer layer."""
+        d, q, kv, inner = self.width, self.query_width, self.kv_width, self.inner
+        if self.family == "gpt2":
+            return 4 * d * d + 2 * d * inner + 4 * d + inner + d + 4 * d  # matrices, their biases, two LayerNorms
+        attention = 2 * d * q + 2 * d * kv + (q + 2 * kv if self.qkv_bias else 0)
+        norms = 2 * d + (2 * self.head_width if self.head_norms == "heads" else 0)
+        router = d * self.experts if self.experts > 1 else 0
+        return attention + norms + router + self.experts * 3 * d * inner
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Final norm, and the output projection where it is not tied."""
+        norm = 2 * self.width if self.family == "gpt2" else self.width
+        return norm + (0 if self.tied else self.vocabulary * self.width)
+
+    @cached_property
+    def chain_parameters(self) -> tuple[int, ...]:
+        """Of each layer of the chain: embedding, transformer layers, head."""
+        return (self.embedding_parameters, *[self.layer_parameters] * self.layers, self.head_parameters)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        """Scalars of the largest single tensor of the embedding or head, and of a layer's matrices."""
+        experts = self.experts * 2 if self.experts > 1 else 1
+        return max(self.vocabulary * self.width, experts * self.width * self.inner)
+
+    def settings(self) -> dict[str, Any]:
+        """What the architecture's configuration class in transformers is called with; no dropout."""
+        if self.family == "gpt2":
+            return {
+                "n_layer": self.layers,
+                "n_embd": self.width,
+                "n_head": self.heads,
+                "n_inner": self.inner,
+                "vocab_size": self.vocabulary,
+                "n_positions": self.positions,
+                "tie_word_embeddings": self.tied,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            }
+        settings: dict[str, Any] = {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": self.tied,
+        }
+        if self.head_width * self.heads != self.width:
+            settings["head_dim"] = self.head_width
+        if self.experts > 1:
+            del settings["intermediate_size"]
+            if self.architecture == "mixtral":
+                settings |= {"intermediate_size": self.inner, "num_local_experts": self.experts}
+            else:
+                settings |= {"moe_intermediate_size": self.inner, "num_experts": self.experts}
+            settings["num_experts_per_tok"] = self.experts_used
+        return settings
+
+
+def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
+    """The shape a Hugging Face `config.json` describes; raises `ConfigError` naming what it lacks."""
+    kind = values.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"{name}: model_type {kind!r} cannot be planned; {_families()}")
+    if kind == "gpt2":
+        return _gpt2(values, name)
+
+    def need(key: str) -> int:
+        return _count(values, key, name)
+
+    def other(key: str, default: int) -> int:
+        return need(key) if values.get(key) is not None else default
+
+    width, heads = need("hidden_size"), need("num_attention_heads")
+    experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind)
+    return ModelSpec(
+        name=name,
+        architecture=kind,
+        layers=need("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=other("num_key_value_heads", heads),
+        head_width=other("head_dim", width // heads),
+        inner=need("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        vocabulary=need("vocab_size"),
+        positions=need("max_position_embeddings"),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2",
+        head_norms="heads" if kind in ("qwen3", "qwen3_moe") else "none",
+        experts=need(experts) if experts else 1,
+        experts_used=need("num_experts_per_tok") if experts else 1,
+    )
+
+
+def _gpt2(values: Mapping[str, Any], name: str) -> ModelSpec:
+    def need(key: str) -> int:
+        return _count(values, key, name)
+
+    width, heads = need("n_embd"), need("n_head")
+    return ModelSpec(
+        name=name,
+        architecture="gpt2",
+        layers=need("n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        inner=need("n_inner") if values.get("n_inner") is not None else 4 * width,
+        vocabulary=need("vocab_size"),
+        positions=need("n_positions"),
+        tied=bool(values.get("tie_word_embeddings", True)),
+    )
+
+
+def read_config(path: Path) -> ModelSpec:
+    """The shape in a `config.json`, or in the folder that holds one."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"model configuration '{file}' does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model configuration '{file}' cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model configuration '{file}' is not an object of settings")
+    return from_config(values, str(path))
+
+
+def _count(values: Mapping[str, Any], key: str, name: str) -> int:
+    value = values.get(key)
+    if value is None:
+        hint = nearest(key, values)
+        more = f"; {hint}" if hint.startswith("did") else ""
+        raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: '{key}' must be a positive whole number, not {value!r}")
+    return value
+
+
+def _families() -> str:
+    return f"planned are: {', '.join(sorted(FAMILIES))}"

@@ -1,0 +1,150 @@
+"""Conversations in rows: masks, positions, packing, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from blocktrain.data.chat import IGNORED, ChatConfig, ChatRows, open_chat
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.errors import ConfigError, DataError
+
+PAIRS = [("2 + 2?", "4"), ("Why?", "Because."), ("1 + 1?", "2"), ("Who are you?", "A very small model."), ("Hm", "Ah")]
+
+Write = Callable[..., ChatConfig]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A configuration over conversations of its own, written to a file."""
+
+    def make(pairs: list[tuple[str, str]] = PAIRS, **settings) -> ChatConfig:
+        for name in ("train", "validation"):
+            lines = [json.dumps({"prompt": asked, "completion": answered}) for asked, answered in pairs]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        return ChatConfig(source=str(tmp_path), cache=str(tmp_path / "cache"), **{"row_tokens": 96, **settings})
+
+    return make
+
+
+def text(ids: np.ndarray | torch.Tensor) -> str:
+    return ByteTokenizer().decode(int(token) for token in ids if token >= 0)
+
+
+def test_only_answers_are_labels(write: Write):
+    rows = open_chat(write(layout="padded")).train
+    batch = rows.batch(range(len(rows)))
+    assert set(batch) == {"input_ids", "labels", "attention_mask"}
+    for row, (asked, answered) in enumerate(PAIRS):
+        learned = batch["labels"][row] != IGNORED
+        assert text(batch["labels"][row]) == answered
+        assert torch.equal(batch["labels"][row][learned], batch["input_ids"][row][learned])
+        assert learned.sum() == len(answered) + 1 == rows.weights([row])[0]  # the token that ends it is learned too
+        length = int(batch["attention_mask"][row].sum())
+        assert text(batch["input_ids"][row][:length]) == f"user:\n{asked}\nassistant:\n{answered}"
+
+
+def test_packed_rows_hold_the_same_conversations(write: Write):
+    packed, padded = open_chat(write()).train, open_chat(write(layout="padded")).train
+    assert len(packed) < len(padded) == packed.num_conversations == len(PAIRS)
+    found = [text(ids) for row in range(len(packed)) for ids in packed.conversations(row)]
+    assert sorted(found) == sorted(text(padded.conversations(row)[0]) for row in range(len(padded)))
+    batch = packed.batch(range(len(packed)))
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    for row in range(len(packed)):
+        lengths = [len(ids) for ids in packed.conversations(row)]
+        positions = [*(np.arange(length) for length in lengths), np.arange(96 - sum(lengths))]
+        assert batch["position_ids"][row].tolist() == np.concatenate(positions).tolist()
+        starts = np.cumsum([0, *lengths])
+        assert (batch["labels"][row][starts[starts < 96]] == IGNORED).all()  # else predicted from another conversation
+    assert packed.weights(range(len(packed))).sum() == padded.weights(range(len(padded))).sum()
+    assert (packed.weights([0])[0], packed.weights([1])[0]) == tuple((batch["labels"][:2] != IGNORED).sum(1).tolist())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_loss_of_packed_rows_is_that_of_their_conversations(name: str, write: Write):
+    rows = open_chat(write()).train
+    settings = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kind = {"gpt2": hf.GPT2Config, "llama": hf.LlamaConfig}[name]
+    more = {"intermediate_size": 48} if name == "llama" else {}
+    config = kind(**settings, **more, use_cache=False, bos_token_id=0, eos_token_id=256, max_position_embeddings=96)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    packed = rows.batch([0])
+    loss = model(**packed).loss
+    alone = []
+    at = 0
+    for ids in rows.conversations(0):
+        part = {key: packed[key][:, at : at + len(ids)] for key in ("input_ids", "labels")}
+        learned = int((part["labels"] != IGNORED).sum())
+        alone.append((model(**part).loss, learned))
+        at += len(ids)
+    assert len(alone) > 1
+    weighted = sum(value * count for value, count in alone) / sum(count for _, count in alone)
+    torch.testing.assert_close(loss, weighted, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(value, list(model.parameters())) for value in (loss, weighted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+    blind = {key: value for key, value in packed.items() if key != "position_ids"}
+    assert not torch.allclose(
+        model(**blind).loss, loss, rtol=1e-5
+    )  # without positions the conversations see each other
+
+
+def test_what_is_too_long_is_dropped_or_cut_and_said_once(write: Write, caplog: pytest.LogCaptureFixture):
+    pairs = [*PAIRS, ("Tell me a story", "Once upon a time " * 9), ("x" * 200, "never reached")]
+    with caplog.at_level(logging.WARNING):
+        rows = open_chat(write(pairs)).train
+    assert (rows.num_conversations, rows.num_too_long) == (5, 2)
+    assert "2 of 7 train conversations are longer than 96 tokens and are left out" in caplog.text
+    caplog.clear()
+    cut = open_chat(write(pairs, too_long="truncate")).train
+    assert (cut.num_conversations, cut.num_too_long) == (6, 2)  # of the last one, nothing learned is left
+    assert max(len(ids) for row in range(len(cut)) for ids in cut.conversations(row)) == 96
+    assert "1 of 7 train conversations have nothing to learn" in caplog.text
+    with pytest.raises(DataError, match=r"none of the 5 conversations fits into a row of 8 tokens \(the shortest has"):
+        open_chat(write(row_tokens=8))
+
+
+def test_an_exchange_is_a_prompt_and_its_answer(write: Write):
+    rows = open_chat(write()).validation
+    found = [tuple(text(part) for part in rows.exchange(index)) for index in range(rows.num_conversations)]
+    assert found == [(f"user:\n{asked}\nassistant:\n", answered) for asked, answered in PAIRS]
+
+
+def test_a_damaged_folder_says_what_to_delete(write: Write):
+    folder = open_chat(write()).train.folder
+    (folder / "trained.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"is not a folder of rendered conversations .* delete it"):
+        ChatRows(folder, row_tokens=96, pad=256)
+
+
+def test_a_single_conversation_needs_others_for_validation(tmp_path: Path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    with pytest.raises(DataError, match=r"single row cannot be divided.*name other rows with validation"):
+        open_chat(ChatConfig(source=str(tmp_path / "one.jsonl"), cache=str(tmp_path / "cache")))
+
+
+def test_settings_are_checked():
+    for settings, message in (
+        ({"row_tokens": 1}, "at least 2 tokens"),
+        ({"validation_share": 0.0}, "between 0 and 1"),
+        ({"max_conversations": 0}, "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ChatConfig(source="x", **settings)
+
+
+def test_real_gsm8k(shared_data: Path, tmp_path: Path):
+    config = ChatConfig(source=str(shared_data / "gsm8k"), max_conversations=200, row_tokens=1024, cache=str(tmp_path))
+    rows = open_chat(config).validation
+    assert rows.num_conversations + rows.num_too_long == 200
+    prompt, answer = rows.exchange(0)
+    assert text(prompt).startswith("user:\nJanet’s ducks lay 16 eggs per day.")
+    assert text(answer).endswith("#### 18")

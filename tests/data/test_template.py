@@ -1,0 +1,91 @@
+"""Which tokens the assistant wrote: by a template's own marks, and by growth where it has none; both agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blocktrain.data.template import DEFAULT, ChatTemplate
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.errors import ConfigError, DataError
+
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "É?"},
+    {"role": "assistant", "content": "é!"},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def told(template: ChatTemplate) -> tuple[str, list[str]]:
+    """The rendered text, and its trained stretches."""
+    ids, trained = template.encode(TALK, "row 1")
+    tokenizer, stretches = ByteTokenizer(), []
+    for at in range(len(ids)):
+        if trained[at]:
+            if not trained[at - 1]:
+                stretches.append([])
+            stretches[-1].append(int(ids[at]))
+    return tokenizer.decode(ids.tolist()), [tokenizer.decode(stretch) for stretch in stretches]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_default_template():
+    tokenizer = ByteTokenizer()
+    text, stretches = told(ChatTemplate(tokenizer))
+    assert text == "system:\nBe short.\nuser:\n2 + 2?\nassistant:\n4user:\nÉ?\nassistant:\né!"
+    assert stretches == ["4", "é!"]
+    ids, trained = ChatTemplate(tokenizer).encode(TALK, "row 1")
+    assert ids[-1] == tokenizer.eos
+    assert trained[-1]  # to end is learned too
+
+
+def test_a_template_without_marks_is_told_by_growth(tmp_path: Path):
+    text, stretches = told(ChatTemplate(ByteTokenizer(), write(tmp_path, CHATML)))
+    assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
+    assert stretches == ["4<|im_end|>\n", "é!<|im_end|>\n"]
+
+
+def test_marks_and_growth_agree(tmp_path: Path):
+    unmarked = DEFAULT.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    assert unmarked != DEFAULT
+    marked, grown = ChatTemplate(ByteTokenizer()), ChatTemplate(ByteTokenizer(), write(tmp_path, unmarked))
+    assert marked.fingerprint != grown.fingerprint
+    for one, other in zip(marked.encode(TALK, "row 1"), grown.encode(TALK, "row 1"), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path):
+    """As reasoning models' templates do, which drop the thoughts of all answers but the last."""
+    forgets = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:1] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"row 1: the chat template rewrites what comes before message 3"):
+        ChatTemplate(ByteTokenizer(), write(tmp_path, forgets)).encode(TALK, "row 1")
+
+
+def test_what_a_template_raises_is_said_with_its_place(tmp_path: Path):
+    strict = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(DataError, match=r"row 7: the chat template refuses this conversation: no system messages"):
+        ChatTemplate(ByteTokenizer(), write(tmp_path, strict)).encode(TALK, "row 7")
+    with pytest.raises(ConfigError, match=r"template '.*nowhere' cannot be read"):
+        ChatTemplate(ByteTokenizer(), str(tmp_path / "nowhere"))
+
+
+def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = ByteTokenizer()
+    ids, _ = ChatTemplate(tokenizer).encode(TALK, "row 1")
+    tokenizer.save(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert loaded.apply_chat_template(TALK, return_dict=True)["input_ids"] == ids.tolist()

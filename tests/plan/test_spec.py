@@ -1,0 +1,66 @@
+"""Parameter counts are those of transformers, to the parameter, for every preset."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from blocktrain.blocks.balance import balanced
+from blocktrain.errors import ConfigError
+from blocktrain.plan.layout import cut_evenly
+from blocktrain.plan.presets import PRESETS, find_model
+from blocktrain.plan.spec import from_config, read_config
+from blocktrain.train.tracked import meta_model
+
+
+@pytest.mark.parametrize(
+    "name", ["g-1.6b", "l-1.5b", "gpt2", "llama-3-8b", "qwen2.5-0.5b", "qwen3-0.6b", "mixtral-8x7b"]
+)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    spec = replace(find_model(name), layers=3)
+    model = meta_model(spec)
+    assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.largest_parameter == max(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_config_json_gives_the_same_model_as_its_preset(name: str, tmp_path: Path) -> None:
+    spec = find_model(name)
+    config = AutoConfig.for_model(spec.architecture, **spec.settings(), bos_token_id=None, eos_token_id=None)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    again = read_config(tmp_path)
+    assert again.chain_parameters == spec.chain_parameters
+    assert again.parameters == spec.parameters
+
+
+@pytest.mark.parametrize("name", ["g-1.6b", "llama-3.2-1b", "llama-3-8b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 8, 16])
+def test_blocks_are_cut_as_the_package_cuts_them(name: str, parts: int) -> None:
+    spec = find_model(name)
+    for chain in (range(spec.layers + 2), range(spec.layers // 2), range(spec.layers // 2, spec.layers + 2)):
+        if parts <= len(chain):
+            expected = balanced([spec.chain_parameters[index] for index in chain], parts)
+            assert [range(r.start + chain.start, r.stop + chain.start) for r in expected] == list(
+                cut_evenly(spec, chain, parts)
+            )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "no 'num_hidden_layers'"),
+        ({"model_type": "bert"}, "'bert' cannot be planned"),
+        ({}, "None cannot be planned"),
+        ({"model_type": "gpt2", "n_embd": "wide"}, "'n_embd' must be a positive whole number"),
+    ],
+)
+def test_a_config_that_lacks_something_says_what(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_config(values, "config.json")
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'llama-3-8b'"):
+        find_model("llama-3-8")
