@@ -129,14 +129,8 @@ class Loop:
             self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
             with planned(self.job, self._memory, f"at step {progress.step + 1} in {visit.block}"):
-                result = train_step(
-                    self.job,
-                    self._prefixed,
-                    self._parallel,
-                    visit,
-                    step=progress.step,
-                    visit_step=progress.visit_step,
-                )
+                place = {"step": progress.step, "visit_step": progress.visit_step}
+                result = train_step(self.job, self._prefixed, self._parallel, visit, **place)
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
@@ -171,12 +165,7 @@ class Loop:
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
         progress.flops += self._step_flops[visit.block.index] - result.flops_saved
-        event = {
-            "kind": "step",
-            **self._now(),
-            **self._place(visit),
-            **result.to_event(),
-        }
+        event = {"kind": "step", **self._now(), **self._place(visit), **result.to_event()}
         logged = progress.step % self.job.config.log_every == 0 or result.skipped
         (self._emit if logged else self._tell)(event)
 
