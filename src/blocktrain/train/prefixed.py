@@ -107,7 +107,7 @@ class PrefixedSteps:
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next call of `running` will want."""
         if self.active and self._cache is not None:
-            self._cache.prefetch(rows.slots, self.job.device)
+            self._cache.prefetch(rows.slots)
 
     @property
     def active(self) -> bool:
