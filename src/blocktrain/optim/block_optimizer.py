@@ -26,7 +26,7 @@ from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import FP32, Precision
 from blocktrain.optim.recipe import OptimizerChoice, Recipe, step_without_memory
 from blocktrain.optim.resting import FrozenPlace, OnDevice
-from blocktrain.optim.state import BlockState, Drop, StateStore, to_host
+from blocktrain.optim.state import BlockState, Drop, Kept, StateStore, to_host
 
 
 class BlockOptimizer:
@@ -71,7 +71,7 @@ class BlockOptimizer:
         self.frozen_dropout = frozen_dropout
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
-        self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
+        self._kept = Kept(self.store)
         self._active: Active | None = None
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
         release(partition)
@@ -96,10 +96,11 @@ class BlockOptimizer:
 
     @contextmanager
     def visit(self, block: Block) -> Iterator[BlockOptimizer]:
-        """Train `block` inside the `with`; everything else is frozen. Visits do not nest."""
+        """Train `block`, one of the partition's or a union of several, inside the `with`; everything else is frozen.
+        Visits do not nest."""
         if self._active is not None:
             raise ConfigError(f"{block} cannot be activated: {self._active.block} still is; leave its visit first")
-        if block not in self.partition.blocks:
+        if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
         self._activate(block)
         try:
@@ -109,18 +110,20 @@ class BlockOptimizer:
 
     def expect(self, block: Block) -> None:
         """The next visit will be to `block`: begin to read its state, where that takes time. Only a hint."""
-        self.store.prefetch(block.index)
+        here = () if self._active is None else self._active.block.members
+        for index in block.members:
+            if index not in here:
+                self.store.prefetch(index)
 
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
         masters = self._frozen.activate(block)
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
-        state = self.block_state(block.index)
-        if state is not None:
-            active.restore(state)
-        if self._resumed is not None and self._resumed[0] == block.index:
-            self._resumed = None
+        for index in block.members:
+            state = self._kept.take(index)
+            if state is not None:
+                active.restore(state)
         self._active = active
 
     def _retire(self) -> None:
@@ -129,7 +132,8 @@ class BlockOptimizer:
         self._frozen.retire(block, active.masters)
         release(self.partition)
         try:
-            self.store.put(block.index, active.state())
+            for index in block.members:
+                self.store.put(index, active.state(self.partition[index]))
         finally:
             del active  # masters and moments make room for packing
             self._frozen.rest(block)
@@ -158,7 +162,8 @@ class BlockOptimizer:
         active = self.in_visit
         active.step()
         self.steps += 1
-        self.changed_at[active.block.index] = self.steps
+        for index in active.block.members:
+            self.changed_at[index] = self.steps
 
     def zero_grad(self) -> None:
         """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""
@@ -189,7 +194,9 @@ class BlockOptimizer:
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
         trained = {
-            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=self._trained_dtype(p), device="meta"))
+            name: nn.Parameter(
+                torch.empty_like(block.part(name, p), dtype=self.precision.master or p.dtype, device="meta")
+            )
             for name, p in block.parameters.items()
         }
         optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))
@@ -200,19 +207,15 @@ class BlockOptimizer:
         """Device bytes of the model's weights in a visit to `block`, less those that are awake for a layer's run."""
         return self._frozen.device_bytes(block)
 
-    def _trained_dtype(self, weight: nn.Parameter) -> torch.dtype:
-        return self.precision.master or weight.dtype
-
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Plain values: the active block (None between visits), steps taken, the step that last moved each block.
+        """Plain values: the active blocks (none between visits), steps taken, the step that last moved each block.
 
-        A block that was active when what was loaded was saved counts as active until its next activation.
+        Blocks that were active when what was loaded was saved count as active until their next activation.
         """
-        waiting = None if self._resumed is None else self._resumed[0]
         return {
-            "active": waiting if self._active is None else self._active.block.index,
+            "active": list(self._kept.waiting if self._active is None else self._active.block.members),
             "steps": self.steps,
             "changed_at": list(self.changed_at),
         }
@@ -220,17 +223,14 @@ class BlockOptimizer:
     def block_state(self, index: int) -> BlockState | None:
         """Block `index`'s optimizer state on the host, not to be changed: the active one's own (a copy), else what was
         kept of it; None where there is none."""
-        if self._active is not None and self._active.block.index == index:
-            return to_host(self._active.state())
-        if self._resumed is not None and self._resumed[0] == index:
-            return self._resumed[1]
-        return self.store.get(index)
+        if self._active is not None and index in self._active.block.members:
+            return to_host(self._active.state(self.partition[index]))
+        return self._kept.get(index)
 
     def has_state(self, index: int) -> bool:
         """Whether `block_state` would return something, without reading it."""
-        active = self._active is not None and self._active.block.index == index
-        resumed = self._resumed is not None and self._resumed[0] == index
-        return active or resumed or self.store.holds(index)
+        active = self._active is not None and index in self._active.block.members
+        return active or self._kept.holds(index)
 
     def block_weights(self, index: int) -> dict[str, Tensor]:
         """Block `index`'s weights as training left them, packed or not, on the host and not to be changed."""
@@ -244,13 +244,13 @@ class BlockOptimizer:
     def block_remainders(self, index: int) -> Remainders:
         """What the weights of block `index` leave out of its fp32 values (int16); empty where nothing is kept of it."""
         active = self._active
-        if active is not None and active.block.index == index and active.masters is not None:
-            return active.masters.remainders()
+        if active is not None and index in active.block.members and active.masters is not None:
+            return active.masters.remainders(self.partition[index].parameters)
         return self._frozen.remainders(self.partition[index])
 
     def has_remainders(self, index: int) -> bool:
         """Whether `block_remainders` would return something, without making it."""
-        is_active = self._active is not None and self._active.block.index == index
+        is_active = self._active is not None and index in self._active.block.members
         return self.precision.has_master if is_active else bool(self._frozen.remainders(self.partition[index]))
 
     def close(self) -> None:
@@ -270,18 +270,12 @@ class BlockOptimizer:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, between visits; the model's weights are restored separately.
 
-        The state of the block that was active then is used at its next activation, whatever the store does. What the
+        The state of blocks that were active then is used at their next activation, whatever the store does. What the
         store held before is gone.
         """
         self._require_between_visits("loading")
         _check(saved, self.partition, self.precision)
-        self.store.clear()
-        self._resumed = None
-        for index, state in saved["blocks"].items():
-            if index == saved["active"]:
-                self._resumed = (index, state)
-            else:
-                self.store.put(index, state)
+        self._kept.load(saved["blocks"], active=_active_in(saved))
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
         self._frozen.load_remainders([dict(saved["remainders"].get(block.index, {})) for block in self.partition])
@@ -291,13 +285,19 @@ class BlockOptimizer:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
 
 
+def _active_in(saved: Mapping[str, Any]) -> list[int]:
+    """Blocks that were active; before visits to several blocks, one number or None was saved."""
+    active = saved["active"]
+    return active if isinstance(active, list) else [index for index in (active,) if index is not None]
+
+
 def _check(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:
     if len(saved["changed_at"]) != len(partition):
         raise CheckpointError(
             f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(partition)}"
         )
     for block in partition:
-        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
+        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index in _active_in(saved)
         _check_state(block, saved["blocks"].get(block.index, {}))
         _check_remainders(block, remainders, precision, mid_visit=mid_visit)
 

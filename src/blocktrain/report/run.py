@@ -46,6 +46,7 @@ class Header:
     optimizer: str = ""
     precision: str = ""
     state: str = ""
+    span: str = "block"
     blocks: tuple[BlockInfo, ...] = ()
 
 

@@ -25,7 +25,7 @@ from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.prefix.choice import PrefixConfig
-from blocktrain.schedule import Cyclic
+from blocktrain.schedule import Cyclic, Span
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, read_toml, to_mapping
 from blocktrain.units import Duration
@@ -63,15 +63,18 @@ class ScheduleConfig:
     visit: the longest a visit lasts; an epoch is one pass over the subset.
     sweeps: how many; left out, the run ends by `[stop]`.
     order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
+    span: what a visit trains: its "block"; or the "suffix", every block above it too, which learns more from a token
+        and takes the memory of all these blocks.
     """
 
     visit: Duration
     sweeps: int | None = None
     order: Literal["ascending", "descending", "shuffled"] | tuple[int, ...] = "ascending"
+    span: Span = "block"
     plateau: Plateau | None = None
 
     def __post_init__(self) -> None:
-        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order)  # its own checks
+        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order, span=self.span)  # its own checks
 
 
 @dataclass(frozen=True, kw_only=True)

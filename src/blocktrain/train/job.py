@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from blocktrain.blocks.activation import evaluating
-from blocktrain.blocks.block import Partition
+from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
@@ -54,6 +54,11 @@ class Job:
     tokenizer: Tokenizer | None
 
     @property
+    def trained(self) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        return self.schedule.trained(self.partition)
+
+    @property
     def total_steps(self) -> int | None:
         """The most steps the run can take; None where nothing but a loss or the clock ends it."""
         limits = []
@@ -93,9 +98,13 @@ def build(config: RunConfig, folder: Path) -> Job:
         with evaluating(model):
             check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
-        visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
+        visit=config.schedule.visit,
+        sweeps=config.schedule.sweeps,
+        order=config.schedule.order,
+        span=config.schedule.span,
+        seed=config.seed,
     )
-    schedule.blocks_of(0, len(parts))  # a list of blocks is checked against the partition now
+    next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
     if rows > len(task.train):
         raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")

@@ -29,9 +29,9 @@ def opening_events(job: Job, method: str) -> list[Event]:
 
 
 def _memory(job: Job) -> dict[str, Any]:
-    """Tracked peaks of one optimizer step, by part: each block active, and all of them."""
+    """Tracked peaks of one optimizer step, by part: in a visit to each block, and with all of them active."""
     step = step_shape(job, job.micro_rows)
-    blocks = predicted_peaks(job.optimizer, step)
+    blocks = predicted_peaks(job.optimizer, step, blocks=job.trained)
     (full,) = predicted_peaks(job.optimizer, step, partition=job.partition.undivided)
     return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
 
@@ -54,6 +54,7 @@ def _run_event(job: Job, method: str) -> Event:
         "optimizer": job.config.optimizer.name,
         "precision": job.config.precision,
         "state": job.config.optimizer.state,
+        "span": job.config.schedule.span,
         "blocks": [
             {
                 "index": block.index,
@@ -68,13 +69,13 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs and bytes of one optimizer step: all blocks active, and each alone."""
+    """FLOPs and bytes of one optimizer step: all blocks active, and in a visit to each."""
     rows = job.micro_rows
     micro_steps = job.config.batch.rows // rows
     batch = job.task.train.batch(range(rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.partition)]
+    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.trained)]
     return {
         "flops": {
             "full": whole["flops"],

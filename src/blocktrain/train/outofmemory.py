@@ -4,6 +4,7 @@ The parts are those that were tracked at the start (see `accounting.py`), the sa
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
     blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
+    schedule.span = "block"     the same to 1/M, where a visit trains all blocks above too
     precision                   fp32 -> bf16-exact: weights to half, but for the active block, which gets a master;
                                 bf16 -> int8, int8 -> nf4: frozen weights to half again
     memory.checkpointing        of the activations, what one layer in the chain keeps stays
@@ -72,6 +73,8 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
     else:
         scalars = max(block.num_parameters for block in job.partition)
         found[f"blocks.largest = {scalars // 2}"] = by_block // 2
+    if config.schedule.span == "suffix":
+        found["schedule.span = 'block'"] = by_block * (blocks - 1) // blocks
     frozen, memory = parts.get("frozen", 0), config.memory
     if config.precision == "fp32":
         found["precision = 'bf16-exact'"] = (frozen - parts.get("active", 0)) // 2
