@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from blocktrain.events import Event
+from blocktrain.optim.tail import Tail
 from blocktrain.schedule import Cyclic
 from blocktrain.train import measure
 from blocktrain.train.config import RunConfig
@@ -26,6 +27,12 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Event]:
     folder = tmp_path_factory.mktemp("quickstart")
     job = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
     return job, opening_events(job, "bcd")[1]
+
+
+def in_suffixes(job: Job) -> Job:
+    """The same job with suffix visits."""
+    config = replace(job.config, schedule=replace(job.config.schedule, span="suffix"))
+    return replace(job, config=config, schedule=SUFFIX)
 
 
 def closed_form(active: range, *, layers: int, width: int, vocabulary: int, tokens: int, rows: int) -> int:
@@ -73,11 +80,26 @@ def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[Job, Event]) 
     assert sum(ratios) <= 1.02 * sum(theory)
 
 
+def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Job, Event]) -> None:
+    job, alone = quickstart
+    config = replace(job.config, optimizer=replace(job.config.optimizer, tail="sgd"))
+    job.optimizer.tail = Tail(rule="sgd")
+    try:
+        tail = measure._costs(replace(job, config=config))
+    finally:
+        job.optimizer.tail = None
+    suffix = measure._costs(in_suffixes(job))
+    assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
+    assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
+    for mine, theirs in zip(tail["memory"]["blocks"], alone["memory"]["blocks"], strict=True):
+        assert (mine["optimizer"], mine["master"]) == (theirs["optimizer"], theirs["master"])
+        assert theirs["activations"] <= mine["activations"]
+
+
 def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[Job, Event]) -> None:
     """The block and every block above it; at block 0, a full step exactly."""
     job, _ = quickstart
-    config = job.config
-    suffix = replace(job, config=replace(config, schedule=replace(config.schedule, span="suffix")), schedule=SUFFIX)
+    suffix = in_suffixes(job)
     cost = measure._costs(suffix)
     flops = cost["flops"]
     assert flops["blocks"][0] == flops["full"]

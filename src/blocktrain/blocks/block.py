@@ -64,7 +64,7 @@ class Block:
     def __repr__(self) -> str:
         first, last = self.names[0], self.names[-1]
         span = first if first == last else f"{first} .. {last}"
-        number = f"{self.members[0]} to {self.members[-1]}" if self.united else self.index
+        number = f"{self.members[0]} to {self.members[-1]}" if len(self.members) > 1 else self.index
         return f"Block({number}: {span}, {self.num_parameters:,} parameters)"
 
 
@@ -90,12 +90,12 @@ class Partition(Sequence[Block]):
     def whole(self) -> Block:
         """All blocks as one: what full-parameter training has active."""
         parameters = {name: parameter for block in self.blocks for name, parameter in block.parameters.items()}
-        return Block(0, self.chain.layers, parameters)
+        return Block(0, self.chain.layers, parameters, united=tuple(range(len(self))))
 
     @property
     def undivided(self) -> Partition:
         """The same model in one block."""
-        return Partition(self.chain, (self.whole,))
+        return Partition(self.chain, (replace(self.whole, united=()),))
 
     def union(self, members: range) -> Block:
         """The blocks `members` as one, trained together; of a single one that block itself, and always the same object.
@@ -111,6 +111,11 @@ class Partition(Sequence[Block]):
     def suffix(self, index: int) -> Block:
         """Block `index` and every block above it, as one."""
         return self.union(range(index, len(self)))
+
+    def above(self, block: Block) -> dict[str, nn.Parameter]:
+        """The parameters of every block above `block`."""
+        blocks = self.blocks[block.members[-1] + 1 :]
+        return {name: parameter for other in blocks for name, parameter in other.parameters.items()}
 
     def over(self, model: nn.Module) -> Partition:
         """The same division of a copy of the model."""

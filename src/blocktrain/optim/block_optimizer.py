@@ -24,9 +24,10 @@ from blocktrain.optim.decay import Undecayed, norms_and_biases
 from blocktrain.optim.frozen import FrozenWeights
 from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.recipe import OptimizerChoice, Recipe, step_without_memory
+from blocktrain.optim.recipe import OptimizerChoice, Recipe, hidden_matrices
 from blocktrain.optim.resting import FrozenPlace, OnDevice
 from blocktrain.optim.state import BlockState, Drop, Kept, StateStore, to_host
+from blocktrain.optim.tail import Tail, moving, require_possible
 
 
 class BlockOptimizer:
@@ -45,6 +46,7 @@ class BlockOptimizer:
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
+    tail: how what lies above the active block is moved in each backward pass, if at all (see `tail.py`).
 
     Device memory during a visit, beside the weights (`weight_bytes`): gradients and state of the active block, and its
     master if there is one. A parameter without gradient (an expert that no token chose) is left as it is.
@@ -61,14 +63,18 @@ class BlockOptimizer:
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
+        tail: Tail | None = None,
         **kwargs: Any,
     ):
+        if tail is not None:
+            require_possible(tail, partition, precision, frozen)
         self.partition = partition
         self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen = frozen
         self.frozen_dropout = frozen_dropout
+        self.tail = tail
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
         self._kept = Kept(self.store)
@@ -89,6 +95,7 @@ class BlockOptimizer:
             undecayed=undecayed,
             frozen_dropout=self.frozen_dropout,
             others=others,
+            tail=self.tail,
             **options,
         )
 
@@ -103,8 +110,10 @@ class BlockOptimizer:
         if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
         self._activate(block)
+        tail, matrices = self.tail_of(block), hidden_matrices(self.partition)
         try:
-            yield self
+            with moving(self.tail, tail, matrices=matrices, learning_rate=lambda: self.param_groups[0]["lr"]):
+                yield self
         finally:
             self._retire()
 
@@ -162,7 +171,8 @@ class BlockOptimizer:
         active = self.in_visit
         active.step()
         self.steps += 1
-        for index in active.block.members:
+        members = active.block.members
+        for index in members if self.tail is None else range(members[0], len(self.partition)):
             self.changed_at[index] = self.steps
 
     def zero_grad(self) -> None:
@@ -193,15 +203,11 @@ class BlockOptimizer:
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
-        trained = {
-            name: nn.Parameter(
-                torch.empty_like(block.part(name, p), dtype=self.precision.master or p.dtype, device="meta")
-            )
-            for name, p in block.parameters.items()
-        }
-        optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))
-        step_without_memory(optimizers)
-        return Active(block, trained, optimizers).state_bytes()
+        return self.recipe.state_bytes(block, self.precision.master)
+
+    def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
+        """What moves beside `block` in a visit to it: every parameter of the blocks above, if there is a `tail`."""
+        return self.partition.above(block) if self.tail is not None else {}
 
     def weight_bytes(self, block: Block) -> int:
         """Device bytes of the model's weights in a visit to `block`, less those that are awake for a layer's run."""
@@ -260,10 +266,9 @@ class BlockOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beyond the model's weights: position, and each block's state and remainders."""
-        states = {block.index: self.block_state(block.index) for block in self.partition}
         return {
             **self.position(),
-            "blocks": {index: state for index, state in states.items() if state is not None},
+            "blocks": {at: self.block_state(at) for at in range(len(self.partition)) if self.has_state(at)},
             "remainders": {block.index: self.block_remainders(block.index) for block in self.partition},
         }
 

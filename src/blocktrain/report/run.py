@@ -47,6 +47,7 @@ class Header:
     precision: str = ""
     state: str = ""
     span: str = "block"
+    tail: str = "none"
     blocks: tuple[BlockInfo, ...] = ()
 
 

@@ -119,7 +119,8 @@ def visited_peaks(
             tracker.label("inputs", step.inputs)
             _label(tracker, optimizer)
             tracker.reset_peak()
-            with optimizer.visit(block), _labelled_gradients(tracker, block):
+            moved = [*block.parameters.values(), *optimizer.tail_of(block).values()]
+            with optimizer.visit(block), _labelled_gradients(tracker, moved):
                 tracker.label("active", block.parameters.values())
                 _make_moments(optimizer, block)
                 _take(step, optimizer, tracker)
@@ -156,12 +157,9 @@ def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:
 
 
 @contextmanager
-def _labelled_gradients(tracker: MemoryTracker, block: Block) -> Iterator[None]:
+def _labelled_gradients(tracker: MemoryTracker, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, a weight's gradient counts as one from its birth, also where a master takes it and frees it at once."""
-    hooks = [
-        weight.register_hook(lambda gradient: tracker.label("gradients", [gradient]))
-        for weight in block.parameters.values()
-    ]
+    hooks = [weight.register_hook(lambda gradient: tracker.label("gradients", [gradient])) for weight in weights]
     try:
         yield
     finally:

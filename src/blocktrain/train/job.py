@@ -24,6 +24,7 @@ from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.tail import Tail
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
@@ -150,6 +151,7 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
+        tail=None if options.tail == "none" else Tail(rule=options.tail, rate=options.tail_rate),
         **keywords,
     )
 

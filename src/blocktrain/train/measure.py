@@ -6,6 +6,7 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def _run_event(job: Job, method: str) -> Event:
         "precision": job.config.precision,
         "state": job.config.optimizer.state,
         "span": job.config.schedule.span,
+        "tail": job.config.optimizer.tail,
         "blocks": [
             {
                 "index": block.index,
@@ -99,13 +101,16 @@ def _cost(
     with saving_memory(job.partition, memory):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    step = counter.measure(block.parameters)
+    tail = job.optimizer.tail_of(block)
+    moved = {*block.parameters, *tail}
+    step = counter.measure(moved)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
+    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
     return {
         "flops": step.flops * micro_steps,
-        "theory": theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed) * micro_steps,
+        "theory": theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed) * micro_steps,
         "memory": {
             "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
@@ -116,12 +121,12 @@ def _cost(
     }
 
 
-def _active_shares(job: Job, block: Block) -> dict[int, float]:
-    """Of each layer that a block owns something of, the share of its weights that get gradients: a matrix whole, even
+def _moved_shares(job: Job, moved: Collection[str]) -> dict[int, float]:
+    """Of each layer of which something is moved, the share of its weights that get gradients: a matrix whole, even
     where the block owns rows of it only."""
     shares = {}
     for index, owned in enumerate(job.partition.chain.owned):
-        mine = sum(parameter.numel() for name, parameter in owned.items() if name in block.parameters)
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)
         if mine:
             shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
     return shares
