@@ -6,6 +6,7 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,9 @@ def logged_opening(path: Path) -> list[Event]:
 
 
 def _memory(job: Job) -> dict[str, Any]:
-    """Tracked peaks of one optimizer step, by part: each block active, and all of them."""
+    """Tracked peaks of one optimizer step, by part: in a visit to each block, and with all of them active."""
     step = step_shape(job, job.micro_rows)
-    blocks = predicted_peaks(job.optimizer, step)
+    blocks = predicted_peaks(job.optimizer, step, blocks=job.trained)
     (full,) = predicted_peaks(job.optimizer, step, partition=job.partition.undivided)
     return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
 
@@ -67,6 +68,8 @@ def _run_event(job: Job, method: str) -> Event:
         "optimizer": job.config.optimizer.name,
         "precision": job.config.precision,
         "state": job.config.optimizer.state,
+        "span": job.config.schedule.span,
+        "tail": job.config.optimizer.tail,
         "blocks": [
             {
                 "index": block.index,
@@ -81,11 +84,11 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and each alone."""
+    """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
     batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers) for block in (job.partition.whole, *job.partition)]
+    whole, *blocks = [_cost(job, block, batch, layers) for block in (job.partition.whole, *job.trained)]
     return {
         "flops": {
             "full": whole["flops"],
@@ -112,30 +115,34 @@ def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[
     with saving_memory(job.partition, memory):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    step = counter.measure(block.parameters)
+    tail = job.optimizer.tail_of(block)
+    moved = {*block.parameters, *tail}
+    step = counter.measure(moved)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     summed = master and job.micro_rows < job.rank_rows
-    theory = theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed)
+    gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
+    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
+    theory = theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed)
     return {
         "flops": _of_all_rows(job, step.flops),
         "theory": _of_all_rows(job, theory),
         "memory": {
             "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
-            "gradients": master if summed else sum(p.nbytes for p in block.parameters.values()),
+            "gradients": gradients,
             "optimizer": job.optimizer.predicted_state_bytes(block),
             "activations": step.saved_bytes,
         },
     }
 
 
-def _active_shares(job: Job, block: Block) -> dict[int, float]:
-    """Of each layer that a block owns something of, the share of its weights that get gradients: a matrix whole, even
+def _moved_shares(job: Job, moved: Collection[str]) -> dict[int, float]:
+    """Of each layer of which something is moved, the share of its weights that get gradients: a matrix whole, even
     where the block owns rows of it only."""
     shares = {}
     for index, owned in enumerate(job.partition.chain.owned):
-        mine = sum(parameter.numel() for name, parameter in owned.items() if name in block.parameters)
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)
         if mine:
             shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
     return shares
