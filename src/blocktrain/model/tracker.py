@@ -90,12 +90,15 @@ class MemoryTracker(TorchDispatchMode):
         self._buried: list[_Allocation] = []  # alive at the peak, dead since
 
     def label(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose `tensors` are, from their birth on: the last label holds, but for `host`, which holds from now."""
+        """Say whose `tensors` are, from their birth on: the last label holds. What is on the `host` is so from now on,
+        and what it was until now has died."""
         for tensor in tensors:
             allocation = self._see(tensor, part)
-            if allocation.part != HOST and part == HOST:
-                self.bytes -= allocation.bytes
-            allocation.part = part
+            if part == HOST and allocation.part != HOST:
+                self._bury(tensor.untyped_storage()._cdata)
+                self._see(tensor, HOST)
+            elif allocation.part != HOST:
+                allocation.part = part
         self._note_peak()
 
     def peak(self) -> Peak:
