@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from blocktrain.model.dispatch import EagerDispatchMode
 
 HOST = "host"  # not counted: it lies in another memory than the one that is to be fitted
 UNLABELLED = "activations"
@@ -64,7 +65,7 @@ class _Allocation:
     birth: int
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(EagerDispatchMode):
     """Use as a context manager around what is to be measured; `peak()` afterwards, or at any time.
 
     logits_width: the size of the vocabulary; what an operation returns with this last dimension, and nobody labels,

@@ -34,7 +34,7 @@ def filled(partition: Partition, known: Mapping[int, T], between: Callable[[T, T
     for group in _alike(partition):
         low, high = group[0], group[-1]
         bottom, top = _height(partition[low], partition), _height(partition[high], partition)
-        for index in group[1:-1]:
+        for index in (index for index in group if index not in known):
             share = (_height(partition[index], partition) - bottom) / max(top - bottom, 1)
             result[index] = between(known[low], known[high], share)
     return [result[index] for index in range(len(partition))]

@@ -6,18 +6,20 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from blocktrain.blocks.activation import activate, release
+from blocktrain.blocks.activation import activate, evaluating, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
 from blocktrain.events import Event
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
-from blocktrain.model.flops import StepCounter
+from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
 from blocktrain.train.accounting import predicted_peaks
+from blocktrain.train.alike import ends, filled, on_the_line
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.rehearsal import step_shape
@@ -73,45 +75,82 @@ def _costs(job: Job) -> dict[str, Any]:
     micro_steps = job.config.batch.rows // rows
     batch = job.task.train.batch(range(rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
+    blocks = (job.partition.whole, *job.partition)
+    steps = (counted_step(job, job.partition.whole, batch), *counted_steps(job, batch))
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.partition)]
+    full, *theory = [cost * micro_steps for cost in _theory(job, blocks, batch, layers)]
+    memory = [_memory_by_arithmetic(job, block, step, micro_steps) for block, step in zip(blocks, steps, strict=True)]
     return {
         "flops": {
-            "full": whole["flops"],
-            "blocks": [block["flops"] for block in blocks],
-            "theory_full": whole["theory"],
-            "theory_blocks": [block["theory"] for block in blocks],
+            "full": steps[0].flops * micro_steps,
+            "blocks": [step.flops * micro_steps for step in steps[1:]],
+            "theory_full": full,
+            "theory_blocks": theory,
             "forward_layers": [layer.forward_flops * micro_steps for layer in layers],
         },
-        "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
+        "memory": {"full": memory[0], "blocks": memory[1:]},
     }
 
 
-def _cost(
-    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: int
-) -> dict[str, Any]:
-    chain, memory = job.partition.chain, job.config.memory
+def counted_steps(job: Job, batch: Mapping[str, torch.Tensor]) -> list[StepCost]:
+    """A forward and backward pass over `batch` with each block active. Of blocks that are alike the lowest and the
+    highest are counted: those between have their backward pass end at another layer, and nothing else is different."""
+
+    def between(low: StepCost, high: StepCost, share: float) -> StepCost:
+        return StepCost(
+            flops=on_the_line(low.flops, high.flops, share),
+            saved_bytes=on_the_line(low.saved_bytes, high.saved_bytes, share),
+        )
+
+    known = {block.index: counted_step(job, block, batch) for block in ends(job.partition)}
+    return filled(job.partition, known, between)
+
+
+def counted_step(job: Job, block: Block, batch: Mapping[str, torch.Tensor]) -> StepCost:
+    """The same with `block` active, counted on a copy without memory."""
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
-    checkpointed = checkpointed_layers(chain) if memory.checkpointing == "layers" else []
-    if checkpointed:  # what is computed again depends on the layers' modes
-        layers = layer_costs(chain, batch)
-    with saving_memory(job.partition, memory):
+    with saving_memory(job.partition, job.config.memory):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    step = counter.measure(block.parameters)
+    return counter.measure(block.parameters)
+
+
+def _theory(
+    job: Job, blocks: Sequence[Block], batch: Mapping[str, torch.Tensor], layers: tuple[LayerCost, ...]
+) -> list[int]:
+    """FLOPs by closed form, each block active. What a layer computes again depends on the mode it is in."""
+    chain = job.partition.chain
+    if job.config.memory.checkpointing == "off":
+        return [theoretical_step_flops(layers, _active_shares(job, block)) for block in blocks]
+    activate(job.partition, job.partition.whole)
+    trained = layer_costs(chain, batch)
+    release(job.partition)
+    with evaluating(job.model):
+        frozen = trained if job.config.blocks.frozen_dropout else layer_costs(chain, batch)
+    again = checkpointed_layers(chain)
+    return [
+        theoretical_step_flops(
+            [
+                active if layer in block.layers else other
+                for layer, active, other in zip(chain.layers, trained, frozen, strict=True)
+            ],
+            _active_shares(job, block),
+            checkpointed=again,
+        )
+        for block in blocks
+    ]
+
+
+def _memory_by_arithmetic(job: Job, block: Block, step: StepCost, micro_steps: int) -> dict[str, int]:
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
     return {
-        "flops": step.flops * micro_steps,
-        "theory": theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed) * micro_steps,
-        "memory": {
-            "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
-            "master": master,
-            "gradients": gradients,
-            "optimizer": job.optimizer.predicted_state_bytes(block),
-            "activations": step.saved_bytes,
-        },
+        "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
+        "master": master,
+        "gradients": gradients,
+        "optimizer": job.optimizer.predicted_state_bytes(block),
+        "activations": step.saved_bytes,
     }
 
 
