@@ -7,6 +7,8 @@ and with everything active for comparison. The closed form stands beside the cou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from blocktrain.blocks.activation import activate, evaluating, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
-from blocktrain.events import Event
+from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
@@ -22,12 +24,23 @@ from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.alike import ends, filled, on_the_line
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
-from blocktrain.train.rehearsal import step_shape
+from blocktrain.train.rehearsal import decide_micro_rows, step_shape
+
+OPENING = ("run", "cost", "memory", "micro_batch")
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
-    """The records `run`, `cost` and `memory` (see `report/run.py` for their fields)."""
-    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}]
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/run.py` has their
+    fields)."""
+    decided = [decide_micro_rows(job)] if job.config.batch.micro_rows == "auto" else []
+    for event in decided:
+        job = replace(job, micro_rows=event["micro_rows"])
+    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}, *decided]
+
+
+def logged_opening(path: Path) -> list[Event]:
+    """The same, of a run that has been begun."""
+    return [event for event in read_events(path) if event["kind"] in OPENING]
 
 
 def _memory(job: Job) -> dict[str, Any]:
@@ -70,26 +83,29 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs and bytes of one optimizer step: all blocks active, and each alone."""
-    rows = job.micro_rows
-    micro_steps = job.config.batch.rows // rows
-    batch = job.task.train.batch(range(rows))
+    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and each alone."""
+    batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     blocks = (job.partition.whole, *job.partition)
     steps = (counted_step(job, job.partition.whole, batch), *counted_steps(job, batch))
     layers = layer_costs(job.partition.chain, batch)
-    full, *theory = [cost * micro_steps for cost in _theory(job, blocks, batch, layers)]
-    memory = [_memory_by_arithmetic(job, block, step, micro_steps) for block, step in zip(blocks, steps, strict=True)]
+    full, *theory = [_of_all_rows(job, flops) for flops in _theory(job, blocks, batch, layers)]
+    memory = [_memory_by_arithmetic(job, block, step) for block, step in zip(blocks, steps, strict=True)]
     return {
         "flops": {
-            "full": steps[0].flops * micro_steps,
-            "blocks": [step.flops * micro_steps for step in steps[1:]],
+            "full": _of_all_rows(job, steps[0].flops),
+            "blocks": [_of_all_rows(job, step.flops) for step in steps[1:]],
             "theory_full": full,
             "theory_blocks": theory,
-            "forward_layers": [layer.forward_flops * micro_steps for layer in layers],
+            "forward_layers": [_of_all_rows(job, layer.forward_flops) for layer in layers],
         },
         "memory": {"full": memory[0], "blocks": memory[1:]},
     }
+
+
+def _of_all_rows(job: Job, flops: int) -> int:
+    """From those of a micro-batch."""
+    return flops * job.config.batch.rows // job.micro_rows
 
 
 def counted_steps(job: Job, batch: Mapping[str, torch.Tensor]) -> list[StepCost]:
@@ -141,14 +157,14 @@ def _theory(
     ]
 
 
-def _memory_by_arithmetic(job: Job, block: Block, step: StepCost, micro_steps: int) -> dict[str, int]:
+def _memory_by_arithmetic(job: Job, block: Block, step: StepCost) -> dict[str, int]:
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
-    gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
+    summed = master and job.micro_rows < job.rank_rows
     return {
         "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
         "master": master,
-        "gradients": gradients,
+        "gradients": master if summed else sum(p.nbytes for p in block.parameters.values()),
         "optimizer": job.optimizer.predicted_state_bytes(block),
         "activations": step.saved_bytes,
     }
