@@ -2,6 +2,8 @@
 
     blocktrain train examples/gsm8k.toml --out runs/gsm8k
     python benchmarks/finetuning/finetuning.py runs/gsm8k benchmarks/finetuning/gsm8k.json
+
+Seconds are the run's: from its opening to its last evaluation.
 """
 
 from __future__ import annotations
