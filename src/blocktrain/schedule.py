@@ -24,12 +24,17 @@ Order = Literal["ascending", "descending", "shuffled"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visit:
-    """One stay at a block, from activation to retirement."""
+    """One stay at a block, from activation to retirement.
 
-    index: int  # counted over the whole run
+    index, sweep: counted over the whole run, from 0 on.
+    block: the active one.
+    duration: the longest it may last.
+    """
+
+    index: int
     sweep: int
     block: Block
-    duration: Duration  # the longest it may last
+    duration: Duration
 
 
 @dataclass(frozen=True, kw_only=True)

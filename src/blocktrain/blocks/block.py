@@ -16,7 +16,8 @@ class Block:
 
     `parameters` maps full names to the parameters this block owns; a tied parameter is owned by the first block
     that uses it. No scalar is in two blocks: of a parameter that is in `rows` this block owns those rows only (along
-    the first dimension), and other blocks the rest. `layers` are all that it owns something of.
+    the first dimension), and other blocks the rest. `layers` are all that it owns something of, `pieces` the names of
+    its parts where it was cut inside a layer. `index` is its place in the partition, from 0 on.
     """
 
     index: int

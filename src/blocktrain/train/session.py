@@ -18,6 +18,10 @@ def run(
 ) -> RunFolder:
     """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
 
+    method: what the report calls it.
+    listeners: called with each record in order, steps that `log_every` leaves out of the log included.
+    command: what the user typed, for `run.json`.
+
     Nothing is written before the whole configuration, data and model have been checked.
     """
     folder = RunFolder(Path(out))
@@ -31,7 +35,10 @@ def run(
 
 
 def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
-    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet."""
+    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
+
+    `listeners` are those of `run`. Raises `CheckpointError` where the checkpoint is damaged or of another model.
+    """
     folder = RunFolder(Path(out))
     method, config = folder.read()["method"], folder.config()
     with folder.lock():
