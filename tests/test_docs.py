@@ -132,8 +132,17 @@ def test_the_commands_within_a_pages_sentences_exist(page: Path) -> None:
 
 
 # What makes a run of the tour short; a later --set wins.
-SHORT = ["schedule.visit=2 steps", "schedule.sweeps=1", "evaluation.rows=8", "batch.rows=4", "model.config.n_layer=3",
-         "model.config.n_embd=32", "model.config.n_head=2", "learning_rate.warmup_steps=2", "text.max_documents=40"]  # fmt: skip
+SHORT = [
+    "schedule.visit=2 steps",
+    "schedule.sweeps=1",
+    "evaluation.rows=8",
+    "batch.rows=4",
+    "model.config.n_layer=3",
+    "model.config.n_embd=32",
+    "model.config.n_head=2",
+    "learning_rate.warmup_steps=2",
+    "text.max_documents=40",
+]
 
 
 def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +177,10 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_is_in_the_sites_menu(page: Path) -> None:
+    """A page that is in no menu is a page that nobody finds; `mkdocs build --strict` says so too, but later."""
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    assert f": {page.relative_to(ROOT / 'docs')}\n" in f"{menu}\n"
