@@ -20,7 +20,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import blocktrain as bt
 from blocktrain.model.fake import fake_copy
-from blocktrain.plan.layout import Layout, find_precision
+from blocktrain.plan.layout import Layout, Moments, Place, find_precision
 from blocktrain.plan.presets import find_model
 from blocktrain.train.tracked import STEPS, meta_model, tracked_peak
 
@@ -37,12 +37,21 @@ class Case:
     rows: int = 1
     checkpointing: bool = False
     cached: bool = False
+    largest: int | None = None
+    frozen: Place = "device"
+    moments: Moments = "fp32"
+    loss_chunk: int | None = None
+    micro_steps: int = 1
 
     @property
     def name(self) -> str:
         """As the tests name it."""
-        told = [self.model, f"M={self.blocks}", self.precision, f"{self.rows} x {SEQ}"]
-        return ", ".join([*told, *["checkpointed"] * self.checkpointing, *["cached"] * self.cached])
+        cut = f"M={self.blocks}" if self.largest is None else f"largest {self.largest / 1e6:.0f}M"
+        told = [self.model, cut, self.precision, f"{self.rows} x {SEQ}"]
+        told += ["checkpointed"] * self.checkpointing + ["cached"] * self.cached
+        told += ["streamed"] * (self.frozen == "host") + ["8-bit moments"] * (self.moments == "8bit")
+        told += ["chunked loss"] * (self.loss_chunk is not None)
+        return ", ".join([*told, *[f"{self.micro_steps} micro-batches"] * (self.micro_steps > 1)])
 
     @property
     def layout(self) -> Layout:
@@ -53,6 +62,10 @@ class Case:
             micro_rows=self.rows,
             checkpointing="layers" if self.checkpointing else "none",
             cache="host" if self.cached else "off",
+            largest=self.largest,
+            frozen=self.frozen,
+            moments=self.moments,
+            loss_chunk=self.loss_chunk,
         )
 
 
@@ -69,7 +82,21 @@ CASES = (
     Case(model="llama-2-7b", blocks=32, precision="bf16-exact", rows=4, checkpointing=True),
     Case(model="llama-3-8b", blocks=8, precision="bf16-exact", rows=2, checkpointing=True, cached=True),
     Case(model="llama-3-70b", blocks=32, precision="bf16-exact", checkpointing=True),
-)
+    Case(model="gpt2", blocks=3, precision="bf16", rows=4, moments="8bit", micro_steps=3),
+    Case(model="gpt2", blocks=16, largest=10_000_000, rows=4, loss_chunk=512),
+    Case(model="llama-2-7b", blocks=8, precision="int8", rows=4),
+    Case(
+        model="llama-3-8b", blocks=8, precision="bf16-exact", rows=2, checkpointing=True, frozen="host", loss_chunk=512
+    ),
+    Case(
+        model="llama-2-7b", blocks=132, largest=70_000_000, precision="nf4", checkpointing=True, frozen="host",
+        moments="8bit", loss_chunk=512,
+    ),
+    Case(
+        model="llama-3-70b", blocks=328, largest=300_000_000, precision="nf4", checkpointing=True, frozen="host",
+        moments="8bit", loss_chunk=512,
+    ),
+)  # fmt: skip
 
 
 def memtracker_peak(case: Case) -> int:
@@ -107,7 +134,7 @@ def main() -> None:
     rows = []
     for case in CASES:
         start = time.perf_counter()
-        peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ)
+        peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ, micro_steps=case.micro_steps)
         worst = max(peaks.values())
         row = {"name": case.name, **asdict(case), "seq": SEQ, "peak_bytes": worst, "peak_bytes_by_block": peaks}
         if options.memtracker and case in CASES[:3]:
