@@ -1,10 +1,11 @@
 """Peak memory of a step by a tracker on fake tensors, for the configurations the planner is tested on.
 
-    python benchmarks/plan/record.py [--memtracker] [--out benchmarks/plan/tracked.json]
+    python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
 This package's own step runs on a model without memory (`blocktrain.train.tracked`), one visit each to the first
 block, a middle one and the last; the second step of a visit counts. `--memtracker` runs the first three with PyTorch's
-MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is needed.
+MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is needed. `--only`
+records the cases whose names contain a text anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -125,23 +127,35 @@ def memtracker_peak(case: Case) -> int:
         return int(snapshot["Total"])
 
 
+def recorded(case: Case, *, memtracker: bool) -> dict[str, Any]:
+    """A row of the file."""
+    peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ, micro_steps=case.micro_steps)
+    row = {
+        "name": case.name,
+        **asdict(case),
+        "seq": SEQ,
+        "peak_bytes": max(peaks.values()),
+        "peak_bytes_by_block": {str(index): peak for index, peak in peaks.items()},
+    }
+    return row | ({"memtracker_middle_block_bytes": memtracker_peak(case)} if memtracker else {})
+
+
 def main() -> None:
-    """Record all cases."""
+    """Record the cases, writing the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memtracker", action="store_true")
+    parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tracked.json"))
     options = parser.parse_args()
-    rows = []
+    known = {row["name"]: row for row in json.loads(options.out.read_text())["cases"]} if options.out.exists() else {}
     for case in CASES:
+        if options.only not in case.name:
+            continue
         start = time.perf_counter()
-        peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ, micro_steps=case.micro_steps)
-        worst = max(peaks.values())
-        row = {"name": case.name, **asdict(case), "seq": SEQ, "peak_bytes": worst, "peak_bytes_by_block": peaks}
-        if options.memtracker and case in CASES[:3]:
-            row["memtracker_middle_block_bytes"] = memtracker_peak(case)
-        rows.append(row)
-        print(f"{case.name}: {worst / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)", flush=True)
-    options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
+        known[case.name] = recorded(case, memtracker=options.memtracker and case in CASES[:3])
+        print(f"{case.name}: {known[case.name]['peak_bytes'] / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)")
+        rows = [known[case.name] for case in CASES if case.name in known]
+        options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

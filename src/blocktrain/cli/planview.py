@@ -10,7 +10,7 @@ from rich.table import Table
 
 from blocktrain.plan.comparison import Alternative
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.outcome import Outcome, assumptions, at_multipliers, binding
+from blocktrain.plan.outcome import Outcome, assumptions, at_multipliers, binding, savings
 from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
 
 MOST_ROWS = 8
@@ -36,6 +36,8 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
     if outcome.fit.candidates:
         console.print(_layouts(outcome, console.width))
         best = outcome.fit.candidates[0]
+        if savings(best) != ABSENT:
+            console.print(f"the first saves memory by: {savings(best)}", highlight=False)
         console.print(_parts(outcome, best, console.width))
         if verified is not None:
             share = best.memory.peak / verified - 1
@@ -221,6 +223,11 @@ def _candidate_json(outcome: Outcome, item: Candidate) -> dict[str, Any]:
         "blocks": layout.blocks,
         "precision": layout.precision.name,
         "micro_rows": layout.micro_rows,
+        "largest": layout.largest,
+        "moments": layout.moments,
+        "state": layout.state,
+        "frozen": layout.frozen,
+        "loss_chunk": layout.loss_chunk,
         "checkpointing": layout.checkpointing,
         "cache": layout.cache,
         "data": layout.data,

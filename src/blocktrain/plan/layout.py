@@ -108,6 +108,12 @@ class Layout:
         return self.precision.packed or self.frozen == "host"
 
     @property
+    def losses(self) -> int:
+        """What it gives up against exact training, for a choice between layouts that cost the same."""
+        rounded = self.precision.loses if self.method == "bcd" and self.blocks > 1 else 0
+        return 2 * rounded + (self.state == "drop" and self.blocks > 1) + (self.moments == "8bit")
+
+    @property
     def moment_bytes(self) -> float:
         """Of an active scalar."""
         return MOMENT_BYTES[self.moments]
@@ -140,6 +146,14 @@ class Piece:
     embedding: Role
     head: Role
     owned: Owned
+
+
+def trains_projection(spec: ModelSpec, piece: Piece) -> bool:
+    """Whether the output projection has a gradient: it is in the block, or some of its rows are."""
+    if spec.tied:
+        return piece.head != "absent" and piece.embedding == "active"
+    norm = 2 * spec.width
+    return piece.owned.head > norm
 
 
 @lru_cache(maxsize=65536)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from blocktrain.plan.layout import Layout, Piece, worst_pieces
+from blocktrain.plan.layout import Layout, Piece, trains_projection, worst_pieces
 from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes
 from blocktrain.plan.shapes import shapes
 from blocktrain.plan.spec import ModelSpec
@@ -191,7 +191,10 @@ class _Step:
         """The logits are there three times over in fp32; of a chunked loss, those of one chunk, but a trained head's
         gradient is summed in fp32 beside each chunk's share, and waits for the backward pass."""
         spec, kept, dtype = self.spec, self.waiting + self.kept.layers + self.kept.head, self.dtype
-        chunk, matrix = self.layout.loss_chunk, spec.vocabulary * spec.width if self._trains_matrix() else 0
+        chunk, matrix = (
+            self.layout.loss_chunk,
+            spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0,
+        )
         arriving = dtype * matrix if self.several or self.piece.owned.cut else 0
         woken = self.awake.head_running + self.awake.kept_tail
         if chunk is None:
@@ -214,11 +217,6 @@ class _Step:
             "head backward",
             self._at(kept, gradients=head, workspace=2 * self.row + (2 * dtype - self.gradient) * matrix, woken=woken),
         )
-
-    def _trains_matrix(self) -> bool:
-        """Whether the output projection is in the block, or some of its rows."""
-        norm = 2 * self.spec.width
-        return self._tied_early() or (not self.spec.tied and self.piece.owned.head > norm)
 
     def _tied_early(self) -> bool:
         return self.spec.tied and self.piece.embedding == "active" and self.piece.head != "absent"
@@ -339,7 +337,7 @@ class _Kept:
         self.recomputed = 0.0
         if layout.checkpointing == "layers":
             self.recomputed = active if piece.active else tail if piece.tail else 0.0
-        trained_head = piece.head == "active" or (spec.tied and piece.embedding == "active")
+        trained_head = trains_projection(spec, piece)
         self.head = 0.0
         if piece.head != "absent":
             self.head = trained if trained_head else frozen

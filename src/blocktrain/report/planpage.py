@@ -7,7 +7,7 @@ from html import escape
 
 from blocktrain.plan.fit import Candidate
 from blocktrain.plan.memory import PARTS
-from blocktrain.plan.outcome import Outcome, assumptions, binding, spread
+from blocktrain.plan.outcome import Outcome, assumptions, binding, savings, spread
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
 from blocktrain.report.figures import figure
 from blocktrain.report.numerals import axis
@@ -100,7 +100,7 @@ def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
 
 
 def _table(outcome: Outcome, found: Sequence[Candidate]) -> str:
-    headings = ("layout", "cards", "rows", "cache", "memory", "step", "tokens/s", "time", "cost", "limit")
+    headings = ("layout", "cards", "rows", "savings", "cache", "memory", "step", "tokens/s", "time", "cost", "limit")
     head = "".join(f'<th scope="col">{name}</th>' for name in headings)
     rows = "".join(
         f'<tr><th scope="row">{escape(label(item))}</th>'
@@ -109,6 +109,7 @@ def _table(outcome: Outcome, found: Sequence[Candidate]) -> str:
             for cell in (
                 spread(item),
                 str(item.layout.micro_rows),
+                savings(item),
                 item.layout.cache,
                 format_bytes(item.memory.peak),
                 f"{item.step.seconds:.3g} s",
