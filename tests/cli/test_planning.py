@@ -67,7 +67,7 @@ def test_layouts_are_ranked_by_cost_and_fit(capsys: pytest.CaptureFixture[str]) 
         assert item["step_seconds"] == pytest.approx(sum(item["step_parts_seconds"].values()))
         assert item["data"] * item["pipeline"] == 4
     labels = {item["label"] for item in found["alternatives"]}
-    assert {"full-parameter", "full, sharded (FSDP)", "full, optimizer on the host"} <= labels
+    assert {"full-parameter", "full, sharded (FSDP)", "full, host optimizer"} <= labels
     assert {item["card"] for item in found["alternatives"]} >= {"rtx4090", "a100-80", "a800"}
 
 
@@ -136,6 +136,7 @@ def write_run(folder: Path, *, method: str, losses: Sequence[float]) -> None:
     for step, loss in enumerate(losses):
         now = {"step": step, "tokens": 1000 * step, "seconds": step, "visit": 0, "block": 0}
         log.append({"kind": "evaluation", **now, "loss": loss})
+    log.close()
 
 
 def test_a_measured_multiplier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def _asked(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]
     yield "full-parameter", replace(free, methods=("full",), sharded=False)
     if request.cards > 1:
         yield "full, sharded (FSDP)", replace(free, methods=("full",), sharded=True, most_stages=1)
-    yield "full, optimizer on the host", replace(free, methods=("offload",), most_stages=1)
+    yield "full, host optimizer", replace(free, methods=("offload",), most_stages=1)
     if request.card == THIS_MACHINE:
         return
     for name in ELSEWHERE:

@@ -191,10 +191,8 @@ class _Step:
         """The logits are there three times over in fp32; of a chunked loss, those of one chunk, but a trained head's
         gradient is summed in fp32 beside each chunk's share, and waits for the backward pass."""
         spec, kept, dtype = self.spec, self.waiting + self.kept.layers + self.kept.head, self.dtype
-        chunk, matrix = (
-            self.layout.loss_chunk,
-            spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0,
-        )
+        chunk = self.layout.loss_chunk
+        matrix = spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0
         arriving = dtype * matrix if self.several or self.piece.owned.cut else 0
         woken = self.awake.head_running + self.awake.kept_tail
         if chunk is None:

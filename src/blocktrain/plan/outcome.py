@@ -9,8 +9,9 @@ from blocktrain.plan.comparison import Alternative, Change
 from blocktrain.plan.cost import MULTIPLIERS
 from blocktrain.plan.fit import Candidate, Fit, Request
 from blocktrain.plan.hardware import Assumed, Price
-from blocktrain.units import Dollars, format_bytes, format_count
+from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
 
+ABSENT = "–"
 STREAMING_BINDS = 0.05  # of a step, waiting for frozen weights: layers are then fetched more slowly than they run
 
 
@@ -31,7 +32,7 @@ def spread(candidate: Candidate) -> str:
     layout = candidate.layout
     parts = [f"{layout.shards} shards"] if layout.shards > 1 else [f"data {layout.data}"] if layout.data > 1 else []
     parts += [f"pipeline {layout.pipeline}"] if layout.pipeline > 1 else []
-    return " x ".join(parts) or "–"
+    return " x ".join(parts) or ABSENT
 
 
 def savings(candidate: Candidate) -> str:
@@ -41,7 +42,29 @@ def savings(candidate: Candidate) -> str:
     parts += ["8-bit moments"] * (layout.moments == "8bit")
     parts += ["moments dropped"] * (layout.state == "drop" and layout.blocks > 1)
     parts += ["chunked loss"] * (layout.loss_chunk is not None)
-    return ", ".join(parts) or "–"
+    return ", ".join(parts) or ABSENT
+
+
+def span(seconds: float) -> str:
+    """`span(200_000) == '2.3 d'`, `span(9000) == '2.5 h'`; as `format_seconds` below an hour."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} d"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else format_seconds(seconds)
+
+
+def money(dollars: Dollars | None) -> str:
+    """A dash where there is no price."""
+    return ABSENT if dollars is None else str(dollars)
+
+
+def figures(item: Alternative) -> tuple[str, ...]:
+    """Memory, step, time, cost of another way, and up to which B-F multiplier the best layout in blocks is cheaper."""
+    found = item.candidate
+    if found is None:
+        return ("does not fit", "", "", "", "")
+    even = ABSENT if item.break_even is None else f"B-F {item.break_even:.2f}"
+    step = f"{found.step.seconds:.3g} s"
+    return format_bytes(found.memory.peak), step, span(found.seconds), money(found.dollars), even
 
 
 def binding(outcome: Outcome, candidate: Candidate) -> str:

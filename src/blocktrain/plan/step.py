@@ -25,8 +25,9 @@ from blocktrain.plan.operations import Work, head_operations, layer_operations, 
 from blocktrain.plan.spec import ModelSpec
 
 PARTS = (
-    "forward", "backward", "recompute", "unpacking", "streaming", "update", "bubble", "communication", "offload", "cache",
-)  # fmt: skip
+    *("forward", "backward", "recompute", "unpacking", "streaming"),
+    *("update", "bubble", "communication", "offload", "cache"),
+)
 LOSS_BACKWARD = 2.0  # elementwise bytes of a backward pass over those of the forward pass
 WRITE_BACK_BYTES = 20  # of a bf16-exact scalar after its step, see optim/precision.py, `half`
 UPDATE_8BIT_BYTES = 190  # read and written for a scalar in plain PyTorch, by the operations in optim/adamw8bit.py
