@@ -87,16 +87,17 @@ CASES = (
     Case(model="gpt2", blocks=3, precision="bf16", rows=4, moments="8bit", micro_steps=3),
     Case(model="gpt2", blocks=16, largest=10_000_000, rows=4, loss_chunk=512),
     Case(model="llama-2-7b", blocks=8, precision="int8", rows=4),
+    Case(model="l-1.5b", blocks=8, precision="bf16-exact", rows=4, checkpointing=True, frozen="host", loss_chunk=512),
     Case(
-        model="llama-3-8b", blocks=8, precision="bf16-exact", rows=2, checkpointing=True, frozen="host", loss_chunk=512
-    ),
-    Case(
-        model="llama-2-7b", blocks=132, largest=70_000_000, precision="nf4", checkpointing=True, frozen="host",
-        moments="8bit", loss_chunk=512,
-    ),
-    Case(
-        model="llama-3-70b", blocks=328, largest=300_000_000, precision="nf4", checkpointing=True, frozen="host",
-        moments="8bit", loss_chunk=512,
+        model="l-1.5b",
+        blocks=132,
+        largest=20_000_000,
+        precision="nf4",
+        rows=2,
+        checkpointing=True,
+        frozen="host",
+        moments="8bit",
+        loss_chunk=512,
     ),
 )  # fmt: skip
 

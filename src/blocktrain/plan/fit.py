@@ -28,7 +28,7 @@ from blocktrain.plan.layout import (
     Tier,
 )
 from blocktrain.plan.memory import Memory, host_parts, memory
-from blocktrain.plan.shapes import cut_up_to
+from blocktrain.plan.shapes import cut_up_to, widest_row
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.plan.step import Setting, StepTime, step_time
 from blocktrain.units import Dollars
@@ -223,7 +223,8 @@ def saving_layouts(request: Request) -> Iterator[Layout]:
         return
     cuts: list[tuple[int, int | None]] = [(count, None) for count in _blocks(request, "bcd", 1) if count > 1]
     if request.blocks is None:
-        sizes = [request.spec.layer_parameters // parts for parts in FINER]
+        narrowest = widest_row(request.spec)
+        sizes = [max(request.spec.layer_parameters // parts, narrowest) for parts in FINER]
         if request.largest is not None:
             sizes, cuts = [request.largest], []
         cuts += [(len(cut_up_to(request.spec, size)), size) for size in sizes]

@@ -60,6 +60,11 @@ def shapes(spec: ModelSpec) -> Shapes:
     )
 
 
+def widest_row(spec: ModelSpec) -> int:
+    """Scalars of the longest row of any parameter: no block can be smaller."""
+    return max(shape.numel() // shape.shape[0] for table in shapes(spec).owned for shape in table.values())
+
+
 def _gpt2_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     d, inner = spec.width, spec.inner
     return {

@@ -122,7 +122,10 @@ def _layouts(outcome: Outcome, found: Sequence[Candidate]) -> str:
 
 def _alternatives(outcome: Outcome) -> str:
     headings = ("by other means", "cards", "memory", "step", "time", "cost", "blocks are cheaper up to")
-    rows = [(item.label, f"{item.cards} x {item.card}", *figures(item)) for item in outcome.alternatives]
+    rows = [
+        (item.label, f"{'' if item.candidate else 'up to '}{item.cards} x {item.card}", *figures(item))
+        for item in outcome.alternatives
+    ]
     return _table("The same tokens", headings, rows)
 
 
