@@ -3,9 +3,9 @@
     python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
 This package's own step runs on a model without memory (`blocktrain.train.tracked`), one visit each to the first
-block, a middle one and the last; the second step of a visit counts. `--memtracker` runs the first three with PyTorch's
-MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is needed. `--only`
-records the cases whose names contain a text anew.
+block, a middle one, the largest and the last; the second step of a visit counts. `--memtracker` runs the first three
+with PyTorch's MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is
+needed. `--only` records the cases whose names contain a text anew.
 """
 
 from __future__ import annotations

