@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported, here and in subprocesses
+
 import torch
 
 from blocktrain.events import read_events

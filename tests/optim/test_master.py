@@ -68,9 +68,9 @@ def test_the_first_gradient_stays_as_it_is_and_the_second_widens_it(weights: dic
     masters = Masters(Block(0, (), weights), lower(weights))
     (weights["a"].sum() * 2).backward()
     assert weights["a"].grad is None
-    assert masters._gradients["a"].dtype == torch.bfloat16
+    assert masters.collected["a"].dtype == torch.bfloat16
     (weights["a"].sum() * 2**-9).backward()  # bf16 would lose it
-    assert torch.equal(masters._gradients["a"], torch.full((5, 3), 2.0 + 2**-9))
+    assert torch.equal(masters.collected["a"], torch.full((5, 3), 2.0 + 2**-9))
 
 
 def test_gradients_go_to_the_master_during_a_visit_and_stay_with_the_weight_after_it(weights: dict[str, nn.Parameter]):
@@ -89,7 +89,7 @@ def test_scaling_waits_until_gradients_are_widened(weights: dict[str, nn.Paramet
     assert masters.norm().item() == pytest.approx(7**0.5)
     masters.scale(torch.tensor(1 / 3))
     assert masters.norm().item() == pytest.approx(7**0.5 / 3)
-    assert masters._gradients["b"].dtype == torch.bfloat16
+    assert masters.collected["b"].dtype == torch.bfloat16
     weights["b"].sum().backward()  # one that comes later is not scaled
     assert torch.equal(masters.gradients()["b"], torch.full((7,), 1.0).mul(torch.tensor(1 / 3)).add(1.0))
 

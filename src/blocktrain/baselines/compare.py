@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from blocktrain.baselines.methods import method
+from blocktrain.dist.ranks import open_ranks
 from blocktrain.errors import ConfigError
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
@@ -33,13 +34,21 @@ def compare(
     if steps is None:
         raise ConfigError("a comparison needs a known number of steps: set schedule.sweeps or stop.duration")
     folders = []
-    for name, change in chosen.items():
-        folder = out / name
-        theirs = change(config, steps, job.pace)
-        if (folder / "run.json").exists():
-            if RunFolder(folder).config() != theirs:
-                raise ConfigError(f"'{folder}' holds a run with another configuration; choose another --out")
-            folders.append(resume(folder, listeners=listeners(name)))
-        else:
-            folders.append(run(theirs, folder, method=name, listeners=listeners(name), command=command))
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        for name, change in chosen.items():
+            folder = out / name
+            theirs = change(config, steps, job.pace)
+            if ranks.first(lambda folder=folder, theirs=theirs: _begun(folder, theirs)):
+                folders.append(resume(folder, listeners=listeners(name)))
+            else:
+                folders.append(run(theirs, folder, method=name, listeners=listeners(name), command=command))
     return folders
+
+
+def _begun(folder: Path, config: RunConfig) -> bool:
+    """Whether the comparison was there already; raises `ConfigError` where another run is."""
+    if not (folder / "run.json").exists():
+        return False
+    if RunFolder(folder).config() != config:
+        raise ConfigError(f"'{folder}' holds a run with another configuration; choose another --out")
+    return True

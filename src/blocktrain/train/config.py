@@ -1,7 +1,7 @@
 """A run's configuration: one small dataclass a table of the TOML file, most of them defined beside what they configure.
 
 [model]  [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
-[optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [tracking]
+[optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [distributed]  [tracking]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
+from blocktrain.dist.parallel import DistributedConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
@@ -254,6 +255,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ and with everything active for comparison. The closed form stands beside the cou
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +16,30 @@ import torch
 from blocktrain.blocks.activation import activate, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
-from blocktrain.events import Event
+from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCounter
 from blocktrain.model.tracker import Peak
 from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
-from blocktrain.train.rehearsal import step_shape
+from blocktrain.train.rehearsal import decide_micro_rows, step_shape
+
+OPENING = ("run", "cost", "memory", "micro_batch")
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
-    """The records `run`, `cost` and `memory` (see `report/run.py` for their fields)."""
-    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}]
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/run.py` has their
+    fields)."""
+    decided = [decide_micro_rows(job)] if job.config.batch.micro_rows == "auto" else []
+    for event in decided:
+        job = replace(job, micro_rows=event["micro_rows"])
+    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}, *decided]
+
+
+def logged_opening(path: Path) -> list[Event]:
+    """The same, of a run that has been begun."""
+    return [event for event in read_events(path) if event["kind"] in OPENING]
 
 
 def _memory(job: Job) -> dict[str, Any]:
@@ -71,28 +84,30 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs and bytes of one optimizer step: all blocks active, and in a visit to each."""
-    rows = job.micro_rows
-    micro_steps = job.config.batch.rows // rows
-    batch = job.task.train.batch(range(rows))
+    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and in a visit to
+    each."""
+    batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.trained)]
+    whole, *blocks = [_cost(job, block, batch, layers) for block in (job.partition.whole, *job.trained)]
     return {
         "flops": {
             "full": whole["flops"],
             "blocks": [block["flops"] for block in blocks],
             "theory_full": whole["theory"],
             "theory_blocks": [block["theory"] for block in blocks],
-            "forward_layers": [layer.forward_flops * micro_steps for layer in layers],
+            "forward_layers": [_of_all_rows(job, layer.forward_flops) for layer in layers],
         },
         "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
     }
 
 
-def _cost(
-    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: int
-) -> dict[str, Any]:
+def _of_all_rows(job: Job, flops: int) -> int:
+    """From those of a micro-batch."""
+    return flops * job.config.batch.rows // job.micro_rows
+
+
+def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...]) -> dict[str, Any]:
     chain, memory = job.partition.chain, job.config.memory
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
     checkpointed = checkpointed_layers(chain) if memory.checkpointing == "layers" else []
@@ -106,15 +121,16 @@ def _cost(
     step = counter.measure(moved)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
-    gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
-    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
+    summed = master and job.micro_rows < job.rank_rows
+    gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
+    theory = theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed)
     return {
-        "flops": step.flops * micro_steps,
-        "theory": theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed) * micro_steps,
+        "flops": _of_all_rows(job, step.flops),
+        "theory": _of_all_rows(job, theory),
         "memory": {
             "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
-            "gradients": gradients,
+            "gradients": gradients + max((p.nbytes for p in tail.values()), default=0),  # of the tail one at a time
             "optimizer": job.optimizer.predicted_state_bytes(block),
             "activations": step.saved_bytes,
         },
