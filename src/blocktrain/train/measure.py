@@ -84,8 +84,7 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and in a visit to
-    each."""
+    """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
     batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
@@ -123,6 +122,7 @@ def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     summed = master and job.micro_rows < job.rank_rows
     gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
+    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
     theory = theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed)
     return {
         "flops": _of_all_rows(job, step.flops),
@@ -130,7 +130,7 @@ def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[
         "memory": {
             "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
-            "gradients": gradients + max((p.nbytes for p in tail.values()), default=0),  # of the tail one at a time
+            "gradients": gradients,
             "optimizer": job.optimizer.predicted_state_bytes(block),
             "activations": step.saved_bytes,
         },
