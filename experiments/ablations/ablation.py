@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -61,15 +60,16 @@ def train(runs: Path, method: str, rate: float, seed: int) -> None:
     config = bt.RunConfig.load(HERE / "ablation.toml", overrides)
     if not (folder / "run.json").exists():
         bt.run(config, folder, method="full" if method == "full" else "bcd")
-    elif RunRecord.load(folder).end is None:
+    elif finished(runs, method, rate, seed) is None:
         bt.resume(folder)
 
 
 def finished(runs: Path, method: str, rate: float, seed: int) -> RunRecord | None:
     """The record of a run that reached its end."""
     folder = folder_of(runs, method, rate, seed)
-    record = RunRecord.load(folder) if (folder / "events.jsonl").exists() else None
-    return record if record is not None and record.end is not None else None
+    log = folder / "events.jsonl"
+    ended = log.exists() and any(event["kind"] == "end" for event in read_events(log))
+    return RunRecord.load(folder) if ended else None
 
 
 def last_loss(record: RunRecord) -> float:
@@ -158,7 +158,7 @@ def collected(runs: Path, seeds: int) -> dict[str, Any]:
     ]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "experiments/ablations/ablation.py", *sys.argv[1:]]),
+        "command": f"python experiments/ablations/ablation.py --runs RUNS --seeds {seeds}",
         "environment": environment(torch.device("cpu")),
         "search": {method: {f"{rate:g}": loss for rate, loss in search(runs, method).items()} for method in METHODS},
         "rows": [item for item in found if item is not None],
