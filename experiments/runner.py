@@ -77,8 +77,7 @@ def run_cases(cases: Sequence[Case], place: Place, result: Path, *, minutes: flo
     """Run what `result` does not hold yet; whether all of it is done."""
     until = time.monotonic() + 60 * minutes
     for case in cases:
-        known = read(result)
-        if case.key in known:
+        if case.key in read(result):
             continue
         left = until - time.monotonic()
         if left <= 0:
@@ -94,6 +93,7 @@ def run_cases(cases: Sequence[Case], place: Place, result: Path, *, minutes: flo
         except BlocktrainError as error:
             print(f"{case.key}: cannot run here: {error}")
             continue
+        known = read(result)  # again: another call may have added to it
         known[case.key] = {
             "case": case.name,
             "scale": case.scale,

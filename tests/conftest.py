@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported, here and in subprocesses
+
 import torch
 
 from blocktrain.events import read_events
@@ -54,7 +57,8 @@ _FREE = {"name", "seed", "schedule", "learning_rate", "evaluation", "checkpoint"
 
 def _remembered(count: Callable[[Job], Any], name: str, job: Job) -> Any:
     costly = {table: value for table, value in job.config.to_mapping().items() if table not in _FREE}
-    key = json.dumps([name, len(job.partition), job.micro_rows, costly], sort_keys=True, default=str)
+    span = job.config.schedule.span
+    key = json.dumps([name, len(job.partition), job.micro_rows, span, costly], sort_keys=True, default=str)
     if key not in _COUNTED:
         _COUNTED[key] = count(job)
     return copy.deepcopy(_COUNTED[key])

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from blocktrain.dist.local_steps import parallel
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
@@ -57,13 +58,16 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
         (folder / name).mkdir()
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}
     visits = {name: list(job.schedule.visits(job.partition)) for name, job in jobs.items()}
+    together = {name: parallel(job.ranks, job.config.distributed) for name, job in jobs.items()}
     with ExitStack() as whole:
         whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
+        whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
         for block in range(len(jobs["cached"].partition)):
             with ExitStack() as stack:
                 for name in ("uncached", "cached"):
                     visit = visits[name][block]
                     stack.enter_context(jobs[name].optimizer.visit(visit.block))
+                    stack.enter_context(together[name].visit(jobs[name].optimizer.in_visit))
                     prefixed[name].open(visit)
                     times[name].append([])
                 for at in range(STEPS_PER_VISIT):
@@ -71,7 +75,7 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
                         visit = visits[name][0 if name == "full" else block]
                         step = block * STEPS_PER_VISIT + at
                         start = time.perf_counter()
-                        train_step(job, prefixed[name], visit, step=step, visit_step=at)
+                        train_step(job, prefixed[name], together[name], visit, step=step, visit_step=at)
                         times[name][-1].append(time.perf_counter() - start)
     return times
 

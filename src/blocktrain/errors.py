@@ -52,6 +52,12 @@ class NonFiniteError(BlocktrainError):
     exit_code = 1
 
 
+class PeerError(BlocktrainError):
+    """Another process of the run has ended or hangs, or has come to other weights than this one."""
+
+    exit_code = 1
+
+
 class Interrupted(BlocktrainError):  # noqa: N818 - it is an event, not a fault
     """A signal asked the run to stop; a checkpoint was written first."""
 

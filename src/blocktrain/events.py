@@ -62,6 +62,23 @@ class EventLog:
         self._file.close()
 
 
+class NoLog:
+    """What the other processes of a run write to: rank 0 keeps the log."""
+
+    def append(self, event: Event) -> None:
+        """Nothing is written."""
+
+    def length(self) -> int:
+        """Always 0."""
+        return 0
+
+    def sync(self) -> None:
+        """Nothing was written."""
+
+    def close(self) -> None:
+        """Nothing was open."""
+
+
 def encode(event: Event) -> bytes:
     """One line of JSON; numbers that JSON cannot hold (inf, nan) become text, so every reader can parse it."""
     return json.dumps(_finite(event), separators=(",", ":"), allow_nan=False).encode()

@@ -45,6 +45,12 @@ def seed_everything(seed: int, *key: int) -> None:
     torch.manual_seed(int(state[0]) << 31 ^ int(state[1]))
 
 
+def permutations(count: int, how_many: int, seed: int, *key: int) -> np.ndarray:
+    """`how_many` of them, independent, one a column: int64 (count, how_many)."""
+    keys = np.random.Philox(np.random.SeedSequence([seed, *key])).random_raw(count * how_many)
+    return np.argsort(keys.reshape(count, how_many), axis=0, kind="stable")
+
+
 def permutation(count: int, seed: int, *key: int) -> np.ndarray:
     """The numbers below `count` in the random order of (seed, key), int64 (count,).
 

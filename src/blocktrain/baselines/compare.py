@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from blocktrain.baselines.methods import Method, method
 from blocktrain.baselines.session import finished, train_peer
+from blocktrain.dist.ranks import Ranks, open_ranks
 from blocktrain.errors import ConfigError, NonFiniteError, storage_errors
 from blocktrain.events import read_events
 from blocktrain.runtime import pick_device
@@ -96,18 +98,27 @@ def compare(
     if steps is None:
         raise ConfigError("a comparison needs a known number of steps: set schedule.sweeps or stop.duration")
     trials, folders = [], []
-    for name, each in chosen.items():
-        comparing = _Comparing(config, name, each, out, steps, job.pace, search, listeners, command)
-        mine = [comparing.trial(factor, config.seed) for factor in search.factors]
-        best = min(mine, key=lambda trial: math.inf if trial.loss is None else trial.loss)
-        if best.loss is None:
-            raise NonFiniteError(f"every run of method '{name}' diverged; lower optimizer.lr")
-        mine += [comparing.trial(best.factor, config.seed + more) for more in range(1, search.seeds)]
-        trials += mine
-        folders.append(RunFolder(out / best.folder))
-    with storage_errors(out):
-        (out / "trials.json").write_text(json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        _require_alone(chosen, ranks)
+        for name, each in chosen.items():
+            comparing = _Comparing(config, name, each, out, steps, job.pace, search, listeners, command, ranks)
+            mine = [comparing.trial(factor, config.seed) for factor in search.factors]
+            best = min(mine, key=lambda trial: math.inf if trial.loss is None else trial.loss)
+            if best.loss is None:
+                raise NonFiniteError(f"every run of method '{name}' diverged; lower optimizer.lr")
+            mine += [comparing.trial(best.factor, config.seed + more) for more in range(1, search.seeds)]
+            trials += mine
+            folders.append(RunFolder(out / best.folder))
+        if ranks.is_first:
+            with storage_errors(out):
+                (out / "trials.json").write_text(json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
     return Comparison(trials=tuple(trials), folders=tuple(folders))
+
+
+def _require_alone(methods: Mapping[str, Method], ranks: Ranks) -> None:
+    peers = [name for name, each in methods.items() if each.peer is not None]
+    if peers and ranks.size > 1:
+        raise ConfigError(f"method '{peers[0]}' trains in one process, and there are {ranks.size}; leave torchrun out")
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,7 @@ class _Comparing:
     search: Search
     listeners: Listeners
     command: str
+    ranks: Ranks
 
     def trial(self, factor: float, seed: int) -> Trial:
         """Train, or go on, or find it done."""
@@ -139,17 +151,24 @@ class _Comparing:
         return Trial(method=self.name, lr=lr, factor=factor, seed=seed, loss=loss, folder=str(place))
 
     def _train(self, theirs: RunConfig, folder: RunFolder) -> RunFolder:
-        begun = (folder.path / "run.json").exists()
-        if begun and folder.config() != theirs:
-            raise ConfigError(f"'{folder.path}' holds a run with another configuration; choose another --out")
-        if begun and finished(folder):
+        begun = self.ranks.first(lambda: self._begun(theirs, folder))
+        if begun == "finished":
             return folder
         heard, peer = self.listeners(folder.path), self.method.peer
         if peer is not None:
             return train_peer(theirs, peer, folder.path, method=self.name, listeners=heard, command=self.command)
-        if begun:
+        if begun == "begun":
             return resume(folder.path, listeners=heard)
         return run(theirs, folder.path, method=self.method.recorded, listeners=heard, command=self.command)
+
+    @staticmethod
+    def _begun(theirs: RunConfig, folder: RunFolder) -> Literal["new", "begun", "finished"]:
+        """Raises `ConfigError` where another run is."""
+        if not (folder.path / "run.json").exists():
+            return "new"
+        if folder.config() != theirs:
+            raise ConfigError(f"'{folder.path}' holds a run with another configuration; choose another --out")
+        return "finished" if finished(folder) else "begun"
 
 
 def last_loss(folder: RunFolder) -> float:

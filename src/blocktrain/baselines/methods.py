@@ -60,7 +60,7 @@ def full(config: RunConfig, steps: int, pace: Pace) -> RunConfig:
         _in_steps(config, steps, pace),
         name=f"{config.name}, full",
         blocks=replace(config.blocks, count=1, largest=None, patterns=None),
-        schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", plateau=None),
+        schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", span="block", plateau=None),
     )
 
 
@@ -88,7 +88,7 @@ def beside(name: str, peer: Peer) -> Change:
         return replace(
             plain,
             name=f"{config.name}, {name}",
-            schedule=replace(config.schedule, visit=visit, sweeps=None, plateau=None),
+            schedule=replace(config.schedule, visit=visit, sweeps=None, span="block", plateau=None),
             optimizer=replace(plain.optimizer, lr=rate),
         )
 
@@ -103,7 +103,7 @@ def _in_steps(config: RunConfig, steps: int, pace: Pace) -> RunConfig:
         prefix=replace(config.prefix, store="off"),
         stop=replace(config.stop, duration=Duration.steps(steps)),
         learning_rate=replace(config.learning_rate, visit_warmup_steps=0),
-        optimizer=replace(config.optimizer, state="drop"),
+        optimizer=replace(config.optimizer, state="drop", tail="none"),
         evaluation=replace(config.evaluation, every=Duration.steps(config.evaluation.every.in_steps(pace))),
         checkpoint=replace(config.checkpoint, every=Duration.steps(config.checkpoint.every.in_steps(pace))),
     )

@@ -41,4 +41,5 @@ def take_step(job: Job, trainee: Trainee, step: int) -> StepResult:
     if not math.isfinite(loss) or math.isinf(norm):  # nan: the gradients are used up
         raise NonFiniteError(f"loss is {loss} and gradient norm {norm} at step {step + 1}; lower optimizer.lr")
     trainee.update(factor)
-    return StepResult(loss=loss, grad_norm=norm, lr=job.config.optimizer.lr * factor)
+    lr = job.config.optimizer.lr * factor
+    return StepResult(loss=loss, grad_norm=norm, lr=lr, flops_saved=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stdout.flush()
         label = "" if isinstance(error, Interrupted) else "error: "
-        print(f"blocktrain: {label}{error}", file=sys.stderr)
+        rank = f"[{os.environ['RANK']}]" if "RANK" in os.environ else ""
+        print(f"blocktrain{rank}: {label}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if options.debug:

@@ -13,6 +13,7 @@ from rich.console import Console
 from blocktrain.cli.comparing import price_of_card, show_comparison
 from blocktrain.cli.live import LiveLine, quiet_libraries
 from blocktrain.cli.showing import show_runs
+from blocktrain.dist.ranks import is_launched, launched_rank
 from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.integrations.trackers import Trackers
 from blocktrain.runtime import pick_device
@@ -29,7 +30,7 @@ def train(options: argparse.Namespace) -> int:
     out = options.out or numbered_folder(config.name)
     with Trackers(config, out) as trackers, LiveLine(_live_console(options), pick_device(config.device)) as live:
         folder = run(config, out, listeners=[live, trackers], command=_command())
-    show_runs([folder.path], folder.report, as_json=options.json)
+    _show([folder.path], folder.report, options)
     return 0
 
 
@@ -42,7 +43,7 @@ def resume(options: argparse.Namespace) -> int:
         LiveLine(_live_console(options), pick_device(config.device)) as live,
     ):
         folder = resume_run(options.run, listeners=[live, trackers])
-    show_runs([folder.path], folder.report, as_json=options.json)
+    _show([folder.path], folder.report, options)
     return 0
 
 
@@ -74,9 +75,10 @@ def compare(options: argparse.Namespace) -> int:
         again = _command() if options.out else f"{_command()} --out {shlex.quote(str(out))}"
         raise Interrupted(f"stopped; go on with: {again}", signal_number=stop.exit_code - 128) from None
     page, folders = out / "report.html", [folder.path for folder in comparison.folders]
-    show_comparison(
-        folders, page, comparison.trials, card=options.card, usd_per_hour=usd_per_hour, as_json=options.json
-    )
+    if launched_rank() == 0:
+        show_comparison(
+            folders, page, comparison.trials, card=options.card, usd_per_hour=usd_per_hour, as_json=options.json
+        )
     return 0
 
 
@@ -87,18 +89,27 @@ def _factors(text: str) -> tuple[float, ...]:
         raise ConfigError(f"--lr-search must be numbers with commas, such as 0.5,1,2, not '{text}'") from None
 
 
+def _show(runs: list[Path], report: Path, options: argparse.Namespace) -> None:
+    """The end of a command: one process of several writes the report and the table."""
+    if launched_rank() == 0:
+        show_runs(runs, report, as_json=options.json)
+
+
 def numbered_folder(name: str) -> Path:
-    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist."""
+    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist. Under torchrun `runs/NAME`:
+    the same for all processes, and for the same job when it is started again."""
     base = Path("runs") / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
     number = 1
+    if is_launched():
+        return base
     while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
         number += 1
     return path
 
 
 def _live_console(options: argparse.Namespace) -> Console:
-    """Progress goes to stderr where stdout is to hold JSON."""
-    return Console(stderr=options.json)
+    """Progress goes to stderr where stdout is to hold JSON; one process of several shows it."""
+    return Console(stderr=options.json, quiet=launched_rank() > 0)
 
 
 def _command() -> str:

@@ -6,10 +6,14 @@
 
     subset   [ 7 2 9 4 1 8 ]                 n = rate x rows, whole steps
     slot       0 1 2 3 4 5                   place in the subset: what a prefix cache stores
-    pass 0     3 0 5 | 1 4 2                 each pass in an order of its own, steps of 3 rows
+    lane       0 1 2 0 1 2                   place in a step, steps of 3 rows: a slot keeps it
+    pass 0     3 1 5 | 0 4 2                 each pass shuffles each lane
 
 The stream is drawn without replacement until the set is used up. Everything is a function of the seed and of where
 the run stands, so a resumed run sees the same rows.
+
+Several ranks share a step's rows by lanes, so the rows of a step do not depend on how many ranks there are, and each
+rank sees the same slots again in every pass and visit: it reads from its prefix cache what it has itself put there.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from typing import Literal
 
 import numpy as np
 
-from blocktrain.data.order import RowOrder
+from blocktrain.data.order import RowOrder, share
 from blocktrain.errors import ConfigError
-from blocktrain.runtime import permutation
+from blocktrain.runtime import permutations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +69,17 @@ class StepRows:
 
 
 class RowPlan:
-    """The rows of every step of a run."""
+    """The rows of every step of a run, and which of them are this rank's.
 
-    def __init__(self, order: RowOrder, sampling: Sampling, *, rows_per_step: int):
+    rank, ranks: which of how many processes; their number must divide `rows_per_step`.
+    """
+
+    def __init__(self, order: RowOrder, sampling: Sampling, *, rows_per_step: int, rank: int = 0, ranks: int = 1):
         self.order = order
         self.sampling = sampling
         self.rows_per_step = rows_per_step
+        self._lanes = share(np.arange(rows_per_step), rank=rank, world_size=ranks)  # this rank's places in a step
+        self._shared = sampling.scope != "run" and ranks > 1
         whole_steps = int(sampling.rate * order.num_rows + 1e-9) // rows_per_step  # 0.29 x 100 is 28.999999999999996
         if sampling.scope != "run" and whole_steps < 1:
             raise ConfigError(
@@ -82,9 +91,22 @@ class RowPlan:
         self.subset_rows = order.num_rows if sampling.scope == "run" else whole_steps * rows_per_step
 
     @property
+    def stored_rows(self) -> int:
+        """Rows of a subset that come to this rank; with scope "run", where any row may come, all."""
+        return self.subset_rows // self.rows_per_step * len(self._lanes) if self._shared else self.subset_rows
+
+    @property
     def num_slots(self) -> int:
-        """Rows, times variants of each, that a cache must have room for."""
-        return self.subset_rows * (self.sampling.variants or 1)
+        """These, times variants of each, are what this rank's cache must have room for."""
+        return self.stored_rows * (self.sampling.variants or 1)
+
+    def mine(self, rows: StepRows) -> StepRows:
+        """This rank's part of a step's rows, with their slots in its own cache."""
+        slots = rows.slots[self._lanes]
+        if self._shared:
+            turn, lane = divmod(slots, self.rows_per_step)
+            slots = turn * len(self._lanes) + lane - self._lanes[0]
+        return StepRows(rows=rows.rows[self._lanes], slots=slots, variant=rows.variant)
 
     def subset(self, *, visit: int, sweep: int) -> int:
         """Number of the subset a visit draws from; what is cached of one subset says nothing of another."""
@@ -125,19 +147,25 @@ class RowPlan:
         return self._subset[1]
 
     def slot_rows(self, slots: np.ndarray, *, subset: int) -> StepRows:
-        """What belongs into `slots` (all of one variant): the inverse of `step`, for filling a cache ahead."""
-        turn, places = divmod(slots, self.subset_rows)
+        """What belongs into `slots` of this rank's cache (all of one variant): the inverse of `step` and `mine`, for
+        filling a cache ahead."""
+        turn, places = divmod(slots, self.stored_rows)
         if len(turn) and (turn != turn[0]).any():
             raise ValueError("slots of several variants at once")
         kind = int(turn[0]) if len(turn) else 0
         variant = kind if self.sampling.scope == "run" else subset * (self.sampling.variants or 1) + kind
+        if self._shared:
+            step, lane = divmod(places, len(self._lanes))
+            places = step * self.rows_per_step + lane + self._lanes[0]
         return StepRows(rows=self.subset_indices(subset)[places], slots=slots, variant=variant)
 
     def _turn(self, visit: int, turn: int) -> np.ndarray:
-        """The order of one pass of one visit over its subset. The last number tells it from an epoch's order: missing
-        numbers of a numpy seed count as zeros."""
+        """The slots of one pass of one visit over its subset, in order: in each step one of every lane. The last number
+        of the seed tells it from an epoch's order: missing numbers of a numpy seed count as zeros."""
         if self._order is None or self._order[0] != (visit, turn):
-            self._order = ((visit, turn), permutation(self.subset_rows, self.order.seed, visit, turn, 1))
+            count = self.rows_per_step
+            steps = permutations(self.subset_rows // count, count, self.order.seed, visit, turn, 1)
+            self._order = ((visit, turn), (steps * count + np.arange(count)).reshape(-1))
         return self._order[1]
 
     def _slots(self, places: np.ndarray, variant: int) -> np.ndarray:

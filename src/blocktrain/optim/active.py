@@ -39,6 +39,11 @@ class Active:
         if self.masters is not None:
             self.masters.forget_gradients()
 
+    def write_weights(self) -> None:
+        """Give the model what the masters hold, where there are any."""
+        if self.masters is not None:
+            self.masters.write_weights()
+
     def zero_grad(self) -> None:
         """Free the gradients, wherever they are collected."""
         for parameter in self.block.parameters.values():
@@ -52,6 +57,19 @@ class Active:
             return list(self.masters.gradients().values())
         return [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
 
+    def gradient(self, name: str) -> Tensor | None:
+        """The one collected for `name`, itself."""
+        return self.trained[name].grad if self.masters is None else self.masters.collected.get(name)
+
+    def put_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """In its place; None takes it away. With masters it may be of any floating dtype."""
+        if self.masters is None:
+            self.trained[name].grad = gradient
+        elif gradient is None:
+            self.masters.collected.pop(name, None)
+        else:
+            self.masters.collected[name] = gradient
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
         if self.masters is None:
@@ -64,14 +82,28 @@ class Active:
             self.masters.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def state(self) -> BlockState:
-        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out."""
-        names = {id(parameter): name for name, parameter in self.trained.items()}
+    def state(self, member: Block | None = None) -> BlockState:
+        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out.
+
+        member: only what is of that one of the blocks that are trained together.
+        """
+        mine = (member or self.block).parameters
+        names = {id(parameter): name for name, parameter in self.trained.items() if name in mine}
         return {
             names[id(parameter)]: {key: value for key, value in entries.items() if value is not None}
             for optimizer in self.optimizers
             for parameter, entries in optimizer.state.items()
-            if entries
+            if entries and id(parameter) in names
+        }
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Each optimizer's own state by parameter name, live; empty where it holds nothing yet."""
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        return {
+            names[id(parameter)]: optimizer.state[parameter]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
 
     def state_bytes(self) -> int:
@@ -80,7 +112,7 @@ class Active:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What exists only during the visit, by part of memory: "master", "gradients", "moments"."""
-        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected()
+        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected.values()
         return {
             "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],  # else it is they
             "gradients": [*collected, *(p.grad for p in self.trained.values() if p.grad is not None)],

@@ -34,7 +34,7 @@ class Masters:
     def __init__(self, block: Block, remainders: Remainders):
         self.block = block
         self.parameters = {name: nn.Parameter(self._joined(name, remainders.get(name))) for name in block.parameters}
-        self._gradients: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
+        self.collected: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
         self._factor: Tensor | None = None  # of all gradients, to be applied when they are widened
         self._hooks: list[RemovableHandle] = [
             weight.register_post_accumulate_grad_hook(self._collector(name))
@@ -54,33 +54,29 @@ class Masters:
                 return
             if self._factor is not None:
                 self.gradients()
-            gradient, before = self.block.part(name, weight.grad), self._gradients.get(name)
+            gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
             if before is None:
-                self._gradients[name] = gradient if whole else gradient.clone()
+                self.collected[name] = gradient if whole else gradient.clone()
             else:
-                self._gradients[name] = before.to(torch.float32).add_(gradient)
+                self.collected[name] = before.to(torch.float32).add_(gradient)
             weight.grad = None
 
         return collect
 
     def gradients(self) -> dict[str, Tensor]:
         """All gradients there are, in fp32."""
-        for name in self._gradients:
-            self._gradients[name] = self._widened(name)
+        for name in self.collected:
+            self.collected[name] = self._widened(name)
         self._factor = None
-        return self._gradients
-
-    def collected(self) -> list[Tensor]:
-        """The same as they are kept, before any factor."""
-        return list(self._gradients.values())
+        return self.collected
 
     def _widened(self, name: str) -> Tensor:
-        gradient = self._gradients[name].to(torch.float32)
+        gradient = self.collected[name].to(torch.float32)
         return gradient if self._factor is None else gradient.mul_(self._factor)
 
     def norm(self) -> Tensor:
         """Total 2-norm of the gradients in fp32, without a copy of them (0-d)."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._gradients.values()]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self.collected.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         return norm if self._factor is None else norm * self._factor
 
@@ -90,30 +86,35 @@ class Masters:
 
     def forget_gradients(self) -> None:
         """Free them; after a step, all that is left of them is their factor."""
-        self._gradients.clear()
+        self.collected.clear()
         self._factor = None
 
     @contextmanager
     def stepping(self, names: Iterable[str]) -> Iterator[None]:
         """Inside, the masters of `names` have their gradients in fp32. Afterwards these are used up, and the model's
         bf16 weights are the halves of their masters; fp32 weights are the masters' own memory."""
-        moving = [name for name in names if name in self._gradients]
+        moving = [name for name in names if name in self.collected]
         for name in moving:
             self.parameters[name].grad = self._widened(name)
-            del self._gradients[name]
+            del self.collected[name]
         yield
-        with torch.no_grad():
-            for name in moving:
-                master, weight = self.parameters[name], self.block.parameters[name]
-                master.grad = None
-                if weight.dtype == torch.bfloat16:
-                    self.block.part(name, weight).copy_(half(master.data))
+        for name in moving:
+            self.parameters[name].grad = None
+        self.write_weights(moving)
 
-    def remainders(self) -> Remainders:
-        """What the weights leave out of the masters now; nothing where they are fp32."""
+    @torch.no_grad()
+    def write_weights(self, names: Iterable[str] | None = None) -> None:
+        """Give the model's bf16 weights the halves of their masters; all, or those of `names`."""
+        for name in self.parameters if names is None else names:
+            weight = self.block.parameters[name]
+            if weight.dtype == torch.bfloat16:
+                self.block.part(name, weight).copy_(half(self.parameters[name].data))
+
+    def remainders(self, names: Iterable[str]) -> Remainders:
+        """What the weights called `names` leave out of their masters now; nothing where they are fp32."""
         return {
-            name: split(master.data)[1].cpu()
-            for name, master in self.parameters.items()
+            name: split(self.parameters[name].data)[1].cpu()
+            for name in names
             if self.block.parameters[name].dtype == torch.bfloat16
         }
 

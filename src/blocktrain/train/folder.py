@@ -82,10 +82,11 @@ class RunFolder:
         """The configuration the run was started with."""
         return RunConfig.from_mapping(self.read()["config"])
 
-    def add_session(self, *, step: int) -> None:
+    def add_session(self, *, step: int, processes: int = 1) -> None:
         """Note in `run.json` (not in the log, which must come out the same) that training goes on at `step`."""
         contents = self.read()
-        contents["sessions"].append({"started": datetime.now(UTC).isoformat(timespec="seconds"), "step": step})
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        contents["sessions"].append({"started": started, "step": step, "processes": processes})
         self._write(contents)
 
     @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once."""
+"""Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once.
+
+Not under torchrun, which passes a signal on to processes that have had it already, and after 30 s kills them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -17,15 +21,18 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM inside the `with`. Outside the main thread nothing is caught."""
+def stop_requests(*, second: Literal["stops", "is the same"] = "stops") -> Iterator[StopRequest]:
+    """Catch SIGINT and SIGTERM inside the `with`. Outside the main thread nothing is caught.
+
+    second: what another signal means that comes after the first.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
     def note(number: int, _frame: object) -> None:
-        if request.signal_number is not None:
+        if request.signal_number is not None and second == "stops":
             raise KeyboardInterrupt
         request.signal_number = number
 

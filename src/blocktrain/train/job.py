@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from blocktrain.blocks.activation import evaluating
-from blocktrain.blocks.block import Partition
+from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError, DataError, nearest
 from blocktrain.model.kernels import choose_kernels
 from blocktrain.model.load import load_model
@@ -24,6 +25,7 @@ from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.tail import Tail
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
@@ -37,7 +39,8 @@ from blocktrain.units import Pace
 class Job:
     """A run ready to start. Holds what is trained and what decides; the loop holds where it stands.
 
-    micro_rows: rows of one forward pass; where the configuration says "auto", all of them until the loop has decided.
+    micro_rows: rows of one forward pass on one rank; where the configuration says "auto", all the rank's until the loop
+        has decided.
     """
 
     config: RunConfig
@@ -52,6 +55,17 @@ class Job:
     rule: VisitRule
     pace: Pace
     tokenizer: Tokenizer | None
+    ranks: Ranks
+
+    @property
+    def rank_rows(self) -> int:
+        """Of a step's rows, those of one process."""
+        return self.config.batch.rows // self.ranks.size
+
+    @property
+    def trained(self) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        return self.schedule.trained(self.partition)
 
     @property
     def total_steps(self) -> int | None:
@@ -65,8 +79,10 @@ class Job:
         return min(limits, default=None)
 
 
-def build(config: RunConfig, folder: Path) -> Job:
-    """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk."""
+def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
+    """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk; `ranks` are
+    the processes of the run, None for this one alone."""
+    ranks = ranks or Ranks()
     device = pick_device(config.device)
     task, tokenizer = open_task(config)
     seed_everything(config.seed)
@@ -93,31 +109,47 @@ def build(config: RunConfig, folder: Path) -> Job:
         with evaluating(model):
             check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
-        visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
+        visit=config.schedule.visit,
+        sweeps=config.schedule.sweeps,
+        order=config.schedule.order,
+        span=config.schedule.span,
+        seed=config.seed,
     )
-    schedule.blocks_of(0, len(parts))  # a list of blocks is checked against the partition now
+    next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
     if rows > len(task.train):
         raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
-    plan = RowPlan(RowOrder(len(task.train), seed=config.seed), config.sampling, rows_per_step=rows)
-    micro_rows = config.batch.micro_rows
+    order = RowOrder(len(task.train), seed=config.seed)
+    plan = RowPlan(order, config.sampling, rows_per_step=rows, rank=ranks.rank, ranks=ranks.size)
+    micro_rows, rank_rows = config.batch.micro_rows, rows // ranks.size
     job = Job(
         config=config,
-        micro_rows=micro_rows if isinstance(micro_rows, int) else rows,
+        micro_rows=min(micro_rows, rank_rows) if isinstance(micro_rows, int) else rank_rows,
         device=device,
         model=model,
         partition=parts,
-        optimizer=_optimizer(config, parts, folder),
+        optimizer=_optimizer(config, parts, folder / "state" / f"rank-{ranks.rank}"),
         task=task,
         rows=plan,
         schedule=schedule,
         rule=config.schedule.plateau or FullLength(),
         pace=Pace(tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows),
         tokenizer=tokenizer,
+        ranks=ranks,
     )
+    _require_settled_checkpoints(config, job.pace)
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=job.total_steps, visit_step=0)
     return job
+
+
+def _require_settled_checkpoints(config: RunConfig, pace: Pace) -> None:
+    """With steps taken apart, what is saved and evaluated must be what all ranks have."""
+    apart = config.distributed.sync_every or 1
+    for name, every in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
+        steps = every.in_steps(pace)
+        if steps % apart:
+            raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
 
 
 def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
@@ -141,6 +173,7 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
+        tail=None if options.tail == "none" else Tail(rule=options.tail, rate=options.tail_rate),
         **keywords,
     )
 
@@ -163,4 +196,4 @@ def _store(options: OptimizerConfig, folder: Path) -> StateStore:
         case "host":
             return KeepOnHost()
         case "disk":
-            return KeepOnDisk(folder / "state")
+            return KeepOnDisk(folder)

@@ -11,6 +11,8 @@
 What a step does is a function of the weights, the seed and the step's number: data rows, augmentation and dropout
 follow from them. So a run that was killed and resumed ends as one that was not, bit for bit, and so does its log, but
 for the clock, peak memory, and what a prefix cache did (rows stored in memory are gone with the process).
+
+Every process of a run goes through this loop. What they decide on is the same for all, or rank 0's; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from blocktrain.blocks.activation import evaluating
+from blocktrain.dist.local_steps import parallel
+from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import CheckpointError, Interrupted
-from blocktrain.events import Event, EventLog, read_events
+from blocktrain.events import Event, EventLog, NoLog, read_events
 from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
@@ -34,15 +37,12 @@ from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, sav
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
-from blocktrain.train.measure import opening_events
+from blocktrain.train.measure import logged_opening, opening_events
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.outofmemory import planned
 from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.progress import Progress
-from blocktrain.train.rehearsal import decide_micro_rows
 from blocktrain.train.step import StepResult, train_step
-
-OPENING = ("run", "cost", "memory", "micro_batch")
 
 Listener = Callable[[Event], None]
 
@@ -58,20 +58,22 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
     _prefixed: PrefixedSteps = field(init=False)
-    _log: EventLog | None = None
+    _parallel: Parallel = field(init=False)
+    _log: EventLog | NoLog = field(default_factory=NoLog)
     _memory: Event = field(default_factory=dict)  # the record of that name
     _peak_bytes: int = 0  # of the visits before
     _started: float = 0.0
     _step_flops: list[int] = field(default_factory=list)
-    _flops_saved: int = 0  # of the current visit, already counted
 
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
         checkpoint written; any other error leaves the last checkpoint as it was."""
         saved = self._restore()
         self._started = time.perf_counter() - self.progress.seconds
-        self._log = EventLog(self.folder.events, length=saved)
-        self.folder.add_session(step=self.progress.step)
+        self._parallel = parallel(self.job.ranks, self.job.config.distributed)
+        if self.job.ranks.is_first:
+            self._log = EventLog(self.folder.events, length=saved)
+            self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
             saving = saving_memory(self.job.partition, self.job.config.memory)
@@ -82,9 +84,12 @@ class Loop:
 
     def _open(self, *, resumed: bool) -> None:
         """The opening records: decided and counted at the start, read back from the log later."""
-        opening = self._logged_opening() if resumed else self._new_opening()
+        opening = self.job.ranks.first(
+            lambda: logged_opening(self.folder.events) if resumed else opening_events(self.job, self.method)
+        )
         told = {event["kind"]: event for event in opening}
-        self.job = replace(self.job, micro_rows=told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows))
+        micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
+        self.job = replace(self.job, micro_rows=min(micro_rows, self.job.rank_rows))
         self._memory = told["memory"]
         self._step_flops = told["cost"]["flops"]["blocks"]
         self._prefixed = PrefixedSteps(self.job, self.folder.path, told["cost"]["flops"]["forward_layers"])
@@ -92,15 +97,6 @@ class Loop:
             (self._tell if resumed else self._emit)(event)
         if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
             apply_liger(self.job.model)  # after counting: its kernels run on no tensor without memory
-
-    def _new_opening(self) -> list[Event]:
-        if self.job.config.batch.micro_rows != "auto":
-            return opening_events(self.job, self.method)
-        decided = decide_micro_rows(self.job)
-        return [*opening_events(replace(self.job, micro_rows=decided["micro_rows"]), self.method), decided]
-
-    def _logged_opening(self) -> list[Event]:
-        return [event for event in read_events(self.folder.events) if event["kind"] in OPENING]
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -112,7 +108,7 @@ class Loop:
             if progress.run_over:
                 break
             reset_peak_memory(job.device)
-            with job.optimizer.visit(visit.block):
+            with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer.in_visit):
                 following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
                 if following is not None:
                     job.optimizer.expect(following.block)
@@ -133,17 +129,19 @@ class Loop:
             self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
             with planned(self.job, self._memory, f"at step {progress.step + 1} in {visit.block}"):
-                result = train_step(self.job, self._prefixed, visit, step=progress.step, visit_step=progress.visit_step)
+                place = {"step": progress.step, "visit_step": progress.visit_step}
+                result = train_step(self.job, self._prefixed, self._parallel, visit, **place)
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
                 self._evaluate_and_log()
-            self._ask_rules(longest, result, evaluated)
+            asked, seconds = self._agree()
+            self._ask_rules(longest, result, evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
-            if self.stop.signal_number is not None:
+            if asked and self._parallel.settled:
                 self._save()
-                self._interrupted(self.stop.signal_number)
+                self._interrupted(asked)
             if progress.step % save_every == 0:
                 self._save()
         progress.optimizer_bytes = max(progress.optimizer_bytes, self.job.optimizer.state_bytes())
@@ -153,9 +151,10 @@ class Loop:
 
     def _open_prefix(self, visit: Visit, *, fresh: bool) -> None:
         """Decide on a prefix cache for the visit; what was decided is logged once, not at every resume."""
-        logged = [] if fresh else [e for e in read_events(self.folder.events) if e["kind"] == "cache"]
+        first = self.job.ranks.is_first and not fresh
+        logged = [e for e in read_events(self.folder.events) if e["kind"] == "cache"] if first else []
         before = next((event for event in reversed(logged) if event["visit"] == visit.index), None)
-        decided, self._flops_saved = self._prefixed.open(visit, decided=before), 0
+        decided = self._prefixed.open(visit, decided=before)
         if decided is not None:
             (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 
@@ -165,19 +164,17 @@ class Loop:
         progress.step += 1
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
-        saved = self._prefixed.flops_saved()
-        progress.flops += self._step_flops[visit.block.index] - (saved - self._flops_saved)
-        self._flops_saved = saved
-        event = {
-            "kind": "step",
-            **self._now(),
-            **self._place(visit),
-            **result.to_event(),
-        }
+        progress.flops += self._step_flops[visit.block.index] - result.flops_saved
+        event = {"kind": "step", **self._now(), **self._place(visit), **result.to_event()}
         logged = progress.step % self.job.config.log_every == 0 or result.skipped
         (self._emit if logged else self._tell)(event)
 
-    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool) -> None:
+    def _agree(self) -> tuple[int, float]:
+        """The signal that a rank got, 0 for none, and rank 0's clock."""
+        told = self.job.ranks.gather([self.stop.signal_number or 0, self._seconds()])
+        return int(max(signal for signal, _ in told)), told[0][1]
+
+    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool, seconds: float) -> None:
         """Is the visit over? Is the run?"""
         job, progress = self.job, self.progress
         validation = progress.score["loss"] if evaluated else None
@@ -187,7 +184,7 @@ class Loop:
         if progress.visit_over is None and progress.visit_step >= longest:
             progress.visit_over = f"{job.schedule.visit} done"
         progress.run_over = job.config.stop.reached(
-            step=progress.step, seconds=self._seconds(), validation_loss=validation, pace=job.pace
+            step=progress.step, seconds=seconds, validation_loss=validation, pace=job.pace
         )
 
     def _retire(self, visit: Visit) -> None:
@@ -228,7 +225,9 @@ class Loop:
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
         doing = f"while evaluating {settings.batch_rows} rows at a time (evaluation.batch_rows)"
         with evaluating(job.model), planned(job, self._memory, doing):
-            score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
+            score = job.task.score(
+                job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device, ranks=job.ranks
+            )
             answers = ask(job)
         if answers:
             score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
@@ -246,12 +245,13 @@ class Loop:
         for answer in answers:
             self._emit({"kind": "sample", "step": progress.step, **answer.to_event()})
 
-    def _save(self) -> Path:
-        assert self._log is not None
+    def _save(self) -> None:
+        if not self.job.ranks.is_first:
+            return
         self._log.sync()
         self.progress.seconds = self._seconds()
         saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
-        return save_checkpoint(
+        save_checkpoint(
             self.folder.checkpoints,
             saved,
             partition=self.job.partition,
@@ -261,13 +261,14 @@ class Loop:
 
     def _restore(self) -> int:
         """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""
-        found = checkpoints(self.folder.checkpoints)
-        if not found:
+        newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
+        if not newest:
             return 0
-        saved = load_checkpoint(found[-1], self.job.partition, self.job.optimizer)
+        found = self.folder.checkpoints / newest[0]
+        saved = load_checkpoint(found, self.job.partition, self.job.optimizer)
         if saved.data != self.job.task.fingerprint:
             raise CheckpointError(
-                f"the training data are not those of '{found[-1]}' any more, so its rows cannot be gone on with; "
+                f"the training data are not those of '{found}' any more, so its rows cannot be gone on with; "
                 "restore them, or train anew with another --out"
             )
         self.progress = saved.progress
@@ -291,7 +292,6 @@ class Loop:
 
     def _emit(self, event: Event) -> None:
         """Log an event and tell it to the listeners."""
-        assert self._log is not None
         self._log.append(event)
         self._tell(event)
 

@@ -2,6 +2,8 @@
 
 The cache never decides what is learned: with `dtype = "compute"` a run has the same losses and weights with it,
 without it, and when it breaks down half-way (a full disk), bit for bit in fp32 on a CPU.
+
+Of several ranks each fills and reads the slots of its own rows, so no hidden states travel. Rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +25,10 @@ from torch import Tensor
 
 from blocktrain.blocks.block import Block
 from blocktrain.data.sampling import StepRows
+from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import StorageError
 from blocktrain.events import Event
-from blocktrain.prefix.cache import PrefixCache
+from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
 from blocktrain.prefix.cut import Cut, CutError
 from blocktrain.prefix.encoding import Encoding
@@ -46,6 +51,7 @@ class PrefixedSteps:
     def __init__(self, job: Job, folder: Path, forward_flops: Sequence[int]):
         self.job = job
         self.folder = folder
+        self._mine = folder / "prefix" / f"rank-{job.ranks.rank}"  # of a file store
         self.broken: str | None = None  # why caching was given up for the rest of the run
         self._forward = [flops / job.pace.rows_per_step for flops in forward_flops]  # of each layer, one row
         self._cut = Cut(job.partition.chain)
@@ -56,6 +62,7 @@ class PrefixedSteps:
         self._choice: Choice | None = None
         self._flops_per_second = float("inf")
         self._saved = 0  # FLOPs, in a visit whose cache was given up
+        self._told = 0  # FLOPs of the visit that `newly_saved` has told of
         self._level = 0  # of the current visit
         self._given_up: str | None = None  # during the current visit, and not yet logged
 
@@ -66,25 +73,25 @@ class PrefixedSteps:
 
         decided: that record, for a visit that is resumed: its rows lie where it says.
         """
-        self._choice, self._saved = None, 0
+        self._choice, self._saved, self._told = None, 0, 0
         level = self._level = self._levels[visit.block.index]
         if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
-        if level == 0 or self.job.config.prefix.store == "off" or self.broken is not None:
+        if level == 0 or self.job.config.prefix.store == "off":
             return None
-        reason = self._refusal()
-        if reason is None:
+        choice = self.job.ranks.first(lambda: self._choose(visit, level, decided))
+        if choice is None:
+            return None
+        if choice["place"] is not None and self.broken is None:
+            self._choice = Choice(**choice)
             try:
-                self._measure_rate(visit, level)
-                self._choice = self._decide(visit, level) if decided is None else _as_before(decided)
-                reason = self._choice.reason
-                if self._choice.place is not None:
-                    self._open_cache(visit, level, self._choice.place)
+                self._open_cache(visit, level, choice["place"])
             except (CutError, StorageError) as error:
                 self._give_up(error)
-                reason, self._given_up = self.broken, None
+                choice["reason"], self._given_up = self.broken, None
+        self.job.ranks.barrier()
         place = self._place if self.active else None
-        return {"kind": "cache", "place": place, "reason": reason, "level": level}
+        return {"kind": "cache", "place": place, "reason": choice["reason"], "level": level}
 
     def running(self, rows: StepRows, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Inside, the model runs `batch` from the visit's boundary; as it is, where nothing is cached."""
@@ -100,7 +107,7 @@ class PrefixedSteps:
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next call of `running` will want."""
         if self.active and self._cache is not None:
-            self._cache.prefetch(rows.slots, self.job.device)
+            self._cache.prefetch(rows.slots)
 
     @property
     def active(self) -> bool:
@@ -108,35 +115,27 @@ class PrefixedSteps:
         return self._choice is not None and self._choice.place is not None and self.broken is None
 
     def close_visit(self) -> Event | None:
-        """What the cache did in the visit, as a record to log."""
-        cache, given_up = self._cache, self._given_up
+        """What the caches of all ranks did in the visit, as a record to log."""
+        working = self._cache is not None and self.active
+        seen = self._cache.statistics if self._cache is not None and working else Statistics()
+        did = _added_up(self.job.ranks, seen, saved=self.flops_saved() if working else 0)
+        given_up, self._given_up = self._given_up, None
         if given_up is not None:
-            self._given_up = None
             return {"kind": "cache", "place": None, "reason": given_up, "level": self._level}
-        if not self.active or cache is None:
+        if not working:
             return None
-        seen = cache.statistics
-        saved = self.flops_saved()
-        return {
-            "kind": "cached",
-            "place": self._place,
-            "dtype": self.job.config.prefix.dtype,
-            "bytes": seen.bytes_stored,
-            "rows": seen.asked,
-            "hits": seen.hits,
-            "computed": seen.computed,
-            "stale": seen.stale,
-            "damaged": seen.damaged,
-            "fill_seconds": round(seen.fill_seconds, 4),
-            "wait_seconds": round(seen.wait_seconds, 4),
-            "encoding_error": seen.encoding_error,
-            "flops_saved": saved,
-            "seconds_saved": round(saved / self._flops_per_second - seen.wait_seconds, 4),
-        }
+        seconds = did["flops_saved"] / self._flops_per_second / self.job.ranks.size - did["wait_seconds"]
+        place, dtype = self._place, self.job.config.prefix.dtype
+        return {"kind": "cached", "place": place, "dtype": dtype, **did, "seconds_saved": round(seconds, 4)}
+
+    def newly_saved(self) -> int:
+        """`flops_saved` since the last call."""
+        before, self._told = self._told, self.flops_saved()
+        return self._told - before
 
     def flops_saved(self) -> int:
-        """FLOPs that the visit has not spent so far, against the same steps without a cache: their prefix passes, less
-        what was spent to fill."""
+        """FLOPs that this rank has not spent in the visit so far, against the same steps without a cache: their prefix
+        passes, less what was spent to fill."""
         if not self.active or self._cache is None:
             return self._saved
         seen = self._cache.statistics
@@ -151,26 +150,41 @@ class PrefixedSteps:
         if self._cache is not None:
             self._cache.close(keep_files=kind is not None)
         if kind is None:
-            shutil.rmtree(self.folder / "prefix", ignore_errors=True)
+            shutil.rmtree(self._mine, ignore_errors=True)
+            self.job.ranks.barrier()
+            if self.job.ranks.is_first:
+                shutil.rmtree(self.folder / "prefix", ignore_errors=True)
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
-    def _refusal(self) -> str | None:
-        config = self.job.config
-        if config.blocks.frozen_dropout:
-            return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-        if self.job.task.augmented and config.sampling.variants is None:
-            return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
-        return None
+    def _choose(self, visit: Visit, level: int, decided: Event | None) -> dict[str, Any] | None:
+        """The fields of a `Choice`, decided anew or as the record `decided` has them; None where there is nothing to
+        decide any more."""
+        if self.broken is not None:
+            return None
+        reason = _refusal(self.job)
+        if reason is not None:
+            return {"place": None, "reason": reason}
+        try:
+            self._measure_rate(visit, level)
+            if decided is not None:
+                return {"place": decided["place"], "reason": decided["reason"]}
+            return asdict(self._decide(visit, level))
+        except (CutError, StorageError) as error:
+            self._give_up(error)
+            reason, self._given_up = self.broken, None
+            return {"place": None, "reason": reason}
 
     def _decide(self, visit: Visit, level: int) -> Choice:
         """Count, measure, choose."""
         job, config = self.job, self.job.config.prefix
         states = self._cut.states(self._sample(visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
-        free = free_bytes(job.device, self.folder)
+        free: dict[Place, float] = free_bytes(job.device, self.folder)
+        shared_by: dict[Place, int] = {"device": 1, "host": job.ranks.local_size, "file": job.ranks.size}
         if self._cache is not None:  # it is not in its own way
-            free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes
+            free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes * shared_by[self._place]
+        free = {place: amount / shared_by[place] for place, amount in free.items()}
         if self._rates is None:
             measured = config.store == "auto"
             self._rates = measure_rates(job.device, self.folder) if measured else Rates(read={}, write={})
@@ -196,7 +210,7 @@ class PrefixedSteps:
     def _needs(self, visit: Visit, level: int) -> list[Need]:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
-        uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.rows.num_slots
+        uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.ranks.size / job.rows.num_slots
         held = {0: 1} if self._cache is None else self._cache.held(level, key=_key_of(self.job, visit))
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
@@ -249,8 +263,8 @@ class PrefixedSteps:
         """Compute every row before the first step, in batches of `fill_rows` and no gradients."""
         assert self._cache is not None
         subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
-        for start in range(0, self.job.rows.num_slots, self.job.rows.subset_rows):  # one variant after another
-            missing = self._cache.missing(np.arange(start, start + self.job.rows.subset_rows))
+        for start in range(0, self.job.rows.num_slots, self.job.rows.stored_rows):  # one variant after another
+            missing = self._cache.missing(np.arange(start, start + self.job.rows.stored_rows))
             for at in range(0, len(missing), self.job.config.prefix.fill_rows):
                 rows = self.job.rows.slot_rows(missing[at : at + self.job.config.prefix.fill_rows], subset=subset)
                 self._cache.fill(rows.slots, self._batch(rows))
@@ -258,14 +272,14 @@ class PrefixedSteps:
     def _make_store(self, name: str, slots: int, layout: Layout) -> Store:
         match self._place:
             case "file":
-                return FileStore(self.folder / "prefix" / name, slots, layout)
+                return FileStore(self._mine / name, slots, layout)
             case "device":
                 return MemoryStore(slots, layout, device=self.job.device)
             case "host":
                 return MemoryStore(slots, layout, device=torch.device("cpu"), pin=self.job.device.type == "cuda")
 
     def _sample(self, visit: Visit, rows: int) -> dict[str, Tensor]:
-        slots = np.arange(min(rows, self.job.rows.subset_rows))
+        slots = np.arange(min(rows, self.job.rows.stored_rows))
         subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
         return self._batch(self.job.rows.slot_rows(slots, subset=subset))
 
@@ -286,14 +300,38 @@ class PrefixedSteps:
             self._cache = None
 
 
+def _refusal(job: Job) -> str | None:
+    """Why the prefix of this run cannot be stored at all."""
+    if job.config.blocks.frozen_dropout:
+        return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
+    if job.task.augmented and job.config.sampling.variants is None:
+        return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
+    return None
+
+
+def _added_up(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, Any]:
+    """The fields of a record over all ranks: counts in sum, seconds as their mean, for ranks wait side by side."""
+    counts = {
+        "bytes": seen.bytes_stored,
+        "rows": seen.asked,
+        "hits": seen.hits,
+        "computed": seen.computed,
+        "stale": seen.stale,
+        "damaged": seen.damaged,
+        "flops_saved": saved,
+    }
+    seconds = {"fill_seconds": seen.fill_seconds, "wait_seconds": seen.wait_seconds}
+    told = [sum(values) for values in zip(*ranks.gather([*counts.values(), *seconds.values()]), strict=True)]
+    return {
+        **{name: int(value) for name, value in zip(counts, told, strict=False)},
+        **{name: round(value / ranks.size, 4) for name, value in zip(seconds, told[len(counts) :], strict=True)},
+        "encoding_error": seen.encoding_error,
+    }
+
+
 def _level(job: Job, block: Block) -> int:
     """The boundary below a block's first layer."""
     return job.partition.chain.layers.index(block.layers[0])
-
-
-def _as_before(decided: Event) -> Choice:
-    """What was decided when the visit began."""
-    return Choice(place=decided["place"], reason=decided["reason"])
 
 
 def _pass_seconds(cut: Cut, batch: Mapping[str, Tensor], level: int) -> float:
@@ -316,4 +354,5 @@ def _key_of(job: Job, visit: Visit) -> Key:
         "data": job.task.fingerprint,
         "first_variant": subset * (job.config.sampling.variants or 0),
         "transformers": transformers.__version__,
+        "rank": [job.ranks.rank, job.ranks.size],  # whose slots these are
     }

@@ -8,6 +8,7 @@ first step, and logged: a resumed run keeps it, for the sums of micro-batches di
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -38,7 +39,7 @@ def step_shape(job: Job, micro_rows: int) -> StepShape:
     batch = to_device(job.task.train.batch(range(micro_rows)), job.device)
     return StepShape(
         loss=lambda model: job.task.loss(model, batch),
-        micro_steps=job.config.batch.rows // micro_rows,
+        micro_steps=math.ceil(job.rank_rows / micro_rows),
         max_grad_norm=job.config.optimizer.max_grad_norm or float("inf"),
         inputs=tuple(batch.values()),
         saving=lambda partition: saving_memory(partition, job.config.memory),
@@ -55,20 +56,18 @@ def decide_micro_rows(job: Job) -> Event:
     free = free_memory_bytes(job.device)
     kept = _kept_on_this_device(job)
     failed: list[int] = []
-    for rows in divisors(job.config.batch.rows):
-        peaks = predicted_peaks(job.optimizer, step_shape(job, rows))
+    for rows in divisors(job.rank_rows):
+        peaks = predicted_peaks(job.optimizer, step_shape(job, rows), blocks=job.trained)
         needed = [beside_weights(peak) + kept for peak in peaks]
         worst = max(range(len(needed)), key=lambda index: needed[index])
         if needed[worst] > SHARE * free:
             continue
-        if not _runs(job, job.partition[worst], peaks[worst], rows):
+        if not _runs(job, job.trained[worst], peaks[worst], rows):
             failed.append(rows)
             continue
-        reason = (
-            f"{rows} of {job.config.batch.rows} rows need {format_bytes(needed[worst])} of {format_bytes(free)} free"
-        )
+        reason = f"{rows} of {job.rank_rows} rows need {format_bytes(needed[worst])} of {format_bytes(free)} free"
         return {"kind": "micro_batch", "micro_rows": rows, "reason": reason, "failed": failed}
-    peaks = predicted_peaks(job.optimizer, step_shape(job, 1))
+    peaks = predicted_peaks(job.optimizer, step_shape(job, 1), blocks=job.trained)
     raise OutOfMemoryError(
         f"not a single row fits: {format_bytes(max(map(beside_weights, peaks)) + kept)} needed beside the weights, "
         f"{format_bytes(free)} free; {plan(replace(job, micro_rows=1), max(peaks, key=beside_weights).parts)}"

@@ -1,15 +1,17 @@
-"""Starting and resuming a run: what the command line and other programs call."""
+"""Starting and resuming a run: what the command line and other programs call, in each process of the run alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from blocktrain.dist.ranks import Ranks, is_launched, open_ranks
 from blocktrain.runtime import environment
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import stop_requests
-from blocktrain.train.job import build
+from blocktrain.train.job import Job, build
 from blocktrain.train.loop import Listener, Loop
 
 
@@ -18,24 +20,58 @@ def run(
 ) -> RunFolder:
     """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
 
-    Nothing is written before the whole configuration, data and model have been checked.
+    Nothing is written before the whole configuration, data and model have been checked. Under torchrun, which starts
+    the same command again when a process has died, a run of this very configuration in `out` is gone on with.
     """
     folder = RunFolder(Path(out))
-    folder.require_new()
-    job = build(config, folder.path)
-    with folder.lock():
-        folder.create(config, method=method, environment=environment(job.device), command=command)
-        with stop_requests() as stop:
-            Loop(job=job, folder=folder, method=method, listeners=listeners, stop=stop).run()
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        if ranks.first(lambda: _begun(folder, config)):
+            return _go_on(folder, ranks, listeners)
+        job = build(config, folder.path, ranks)
+        with _held(folder, ranks):
+            if ranks.is_first:
+                folder.create(config, method=method, environment=environment(job.device), command=command)
+            _train(job, folder, method, listeners)
     return folder
 
 
 def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
-    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet."""
+    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
+
+    The number of processes need not be that of before.
+    """
     folder = RunFolder(Path(out))
+    config = folder.config()
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        return _go_on(folder, ranks, listeners)
+
+
+def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener]) -> RunFolder:
     method, config = folder.read()["method"], folder.config()
-    with folder.lock():
-        job = build(config, folder.path)
-        with stop_requests() as stop:
-            Loop(job=job, folder=folder, method=method, listeners=listeners, stop=stop).run()
+    with _held(folder, ranks):
+        _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder
+
+
+def _train(job: Job, folder: RunFolder, method: str, listeners: Sequence[Listener]) -> None:
+    with stop_requests(second="is the same" if is_launched() else "stops") as stop:
+        heard = listeners if job.ranks.is_first else ()
+        Loop(job=job, folder=folder, method=method, listeners=heard, stop=stop).run()
+
+
+def _begun(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether an earlier start of this job has begun the run; raises `ConfigError` if another one has."""
+    if is_launched() and (folder.path / "run.json").exists() and folder.config() == config:
+        return True
+    folder.require_new()
+    return False
+
+
+@contextmanager
+def _held(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """The folder's lock, which one process takes for all."""
+    if ranks.is_first:
+        with folder.lock():
+            yield
+    else:
+        yield

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
+from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
@@ -23,8 +25,9 @@ class StepResult:
     """What a step showed."""
 
     loss: float  # mean over the batch, nats per token or image
-    grad_norm: float  # total 2-norm over the active block, before clipping
+    grad_norm: float  # total 2-norm over the active block, before clipping; the ranks' mean where they step apart
     lr: float
+    flops_saved: int  # by a prefix cache, on all ranks
     skipped: bool = False  # a non-finite step that changed nothing
 
     def to_event(self) -> dict[str, Any]:
@@ -32,26 +35,34 @@ class StepResult:
         return {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped": self.skipped}
 
 
-def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, visit_step: int) -> StepResult:
-    """Take 0-based `step`, the `visit_step`-th of `visit`; raises `NonFiniteError` unless that is to be skipped."""
-    config, optimizer = job.config, job.optimizer
+def train_step(
+    job: Job, prefixed: PrefixedSteps, parallel: Parallel, visit: Visit, *, step: int, visit_step: int
+) -> StepResult:
+    """Take 0-based `step`, the `visit_step`-th of `visit`; raises `NonFiniteError` unless that is to be skipped.
+
+    Every rank returns, or raises, the same.
+    """
+    config, optimizer, ranks = job.config, job.optimizer, job.ranks
     factor = config.learning_rate.factor(step, total=job.total_steps, visit_step=visit_step)
     optimizer.scale_learning_rate(factor)
-    seed_everything(config.seed, step)
+    seed_everything(config.seed, step, *([ranks.rank] if ranks.rank else []))  # rank 0 draws as a process alone
     buffers = _copied_buffers(job) if config.on_nonfinite == "skip" else {}
     rows, following = (
         job.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
         for ahead in (0, 1)
     )
-    loss = _accumulate(job, prefixed, rows, following)
-    norm = float(optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf))
-    result = StepResult(loss=loss, grad_norm=norm, lr=config.optimizer.lr * factor)
+    mine = _accumulate(job, prefixed, parallel, rows, following)
+    mine_norm = float(optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf))
+    losses, norms, saved = zip(*ranks.gather([mine, mine_norm, prefixed.newly_saved()]), strict=True)
+    loss, norm = sum(losses), sum(norms) / ranks.size
+    result = StepResult(loss=loss, grad_norm=norm, lr=config.optimizer.lr * factor, flops_saved=int(sum(saved)))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad()
+        parallel.stepped(step)
         if config.on_nonfinite == "skip":
             for buffer, before in buffers.items():  # BatchNorm has already seen the batch
                 buffer.copy_(before)
-            return StepResult(loss=loss, grad_norm=norm, lr=result.lr, skipped=True)
+            return replace(result, skipped=True)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         raise NonFiniteError(
             f"{what} at step {step + 1} in {optimizer.active}, batch of training rows {_listed(rows.rows)}; "
@@ -59,24 +70,29 @@ def train_step(job: Job, prefixed: PrefixedSteps, visit: Visit, *, step: int, vi
         )
     optimizer.step()
     optimizer.zero_grad()
+    parallel.stepped(step)
     return result
 
 
-def _accumulate(job: Job, prefixed: PrefixedSteps, rows: StepRows, following: StepRows) -> float:
-    """Forward and backward over the step's rows, `micro_rows` at a time; returns the mean loss, over predictions: each
-    part counts for as many as it has, so that the parts add up to one large batch.
+def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: Parallel, rows: StepRows, following: StepRows) -> float:
+    """Forward and backward over this rank's part of the step's rows, `micro_rows` at a time; returns what it adds to
+    the mean loss over the step's predictions. Each part counts for as many as it has, so that the parts of all ranks
+    add up to one large batch.
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
-    parts = rows.split(job.micro_rows)
+    parts = job.rows.mine(rows).split(job.micro_rows)
     weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
+    total = int(job.task.train.weights(rows.rows).sum())
     loss = 0.0
-    for part, weight, coming in zip(parts, weights, [*parts[1:], following.split(job.micro_rows)[0]], strict=True):
+    after = job.rows.mine(following).split(job.micro_rows)[0]
+    for part, weight, coming in zip(parts, weights, [*parts[1:], after], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):
             prefixed.prefetch(coming)
-            micro_loss = job.task.loss(job.model, batch) * (weight / sum(weights))
-            micro_loss.backward()
+            micro_loss = job.task.loss(job.model, batch) * (weight / total)
+            with parallel.last_backward() if part is parts[-1] else nullcontext():
+                micro_loss.backward()
         loss += micro_loss.item()
     return loss
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from blocktrain.dist.ranks import Ranks
+
 Batch = Mapping[str, Tensor]
 
 
@@ -84,11 +86,18 @@ class Task:
         return model(**batch).loss
 
     @torch.no_grad()
-    def score(self, model: nn.Module, *, rows: int, batch_rows: int, device: torch.device) -> Score:
-        """Mean loss over the first `rows` validation rows. The model must be in eval mode."""
+    def score(
+        self, model: nn.Module, *, rows: int, batch_rows: int, device: torch.device, ranks: Ranks | None = None
+    ) -> Score:
+        """Mean loss over the first `rows` validation rows. The model must be in eval mode.
+
+        The ranks take turns with the batches; the sum over these is exact, so it does not matter how many ranks.
+        """
+        ranks = ranks or Ranks()
         rows = min(rows, len(self.validation))
+        starts = range(0, rows, batch_rows)
         losses, weights, correct = [], [], 0
-        for start in range(0, rows, batch_rows):
+        for start in starts[ranks.rank :: ranks.size]:
             indices = range(start, min(start + batch_rows, rows))
             batch = to_device(self.validation.batch(indices), device)
             output = model(**batch)
@@ -96,7 +105,10 @@ class Task:
             losses.append(output.loss.item() * weights[-1])
             if self.classes is not None:
                 correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
-        loss = math.fsum(losses) / sum(weights)
+        idle = -(-len(starts) // ranks.size) - len(losses)  # this rank's share is one batch shorter than another's
+        told = ranks.gather([correct, sum(weights), *losses, *[0.0] * idle])
+        correct, weight = (int(sum(theirs[at] for theirs in told)) for at in (0, 1))
+        loss = math.fsum(loss for theirs in told for loss in theirs[2:]) / weight
         if self.classes is not None:
             return Score(loss=loss, accuracy=correct / rows)
         return Score(loss=loss, loss_per_byte=None if self.bytes_per_token is None else loss / self.bytes_per_token)

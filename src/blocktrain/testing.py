@@ -1,0 +1,142 @@
+"""Running a function in several processes that can talk to each other, for tests of code that trains on many devices.
+
+def work(scale):                                  # at the top level of a file
+    ...torch.distributed is ready here, with gloo on the CPU...
+    return plain_data
+
+results = run_distributed(work, 2, 0.5)           # one result a rank
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+# A server imports these once; its forks are there at once, and have no threads or devices of their parent's.
+_PRELOADED = [
+    "blocktrain.train.session",
+    "torch._dynamo",  # which torch.optim imports when an optimizer is first made
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+class WorkerError(Exception):
+    """A rank raised, died, or did not end in time; the message has its traceback."""
+
+
+class _Group(NamedTuple):
+    """A process's place in a group, and where its members find each other."""
+
+    rank: int
+    size: int
+    store: str
+    timeout_seconds: float
+
+
+def run_distributed(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    patience_seconds: float = 300.0,
+) -> list[T]:
+    """Call `fn(*args)` in `world_size` processes that form a group, on the CPU with gloo, one thread each.
+
+    fn: a function at the top level of a file. args and results: plain data.
+    timeout_seconds: how long a rank waits for another.
+    patience_seconds: for all of it.
+
+    Returns the results in rank order. Raises `WorkerError` with the first failure's traceback; the other processes are
+    then killed. No process outlives the call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    where = (fn.__module__, inspect.getfile(fn), fn.__qualname__)
+    deadline = time.monotonic() + patience_seconds
+    processes: list[BaseProcess] = []
+    receivers: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="blocktrain-") as folder:
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                group = _Group(rank, world_size, str(Path(folder) / "store"), timeout_seconds)
+                process = context.Process(target=_work, args=(where, args, group, sender), daemon=True)
+                process.start()
+                sender.close()
+                processes.append(process)
+                receivers.append(receiver)
+            return _collect(processes, receivers, deadline)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float) -> list[Any]:
+    """Every rank's result, or the first failure as an error."""
+    results: dict[int, Any] = {}
+    while len(results) < len(processes):
+        waiting = {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise WorkerError(f"rank {', '.join(str(rank) for rank in waiting.values())} did not end in time")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = waiting[receiver]
+            try:
+                kind, value = receiver.recv()
+            except EOFError:
+                processes[rank].join()
+                raise WorkerError(f"rank {rank} died (exit code {processes[rank].exitcode})") from None
+            if kind == "failed":
+                raise WorkerError(f"rank {rank} of {len(processes)} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _work(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sender: Connection) -> None:
+    """One process."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{group.store}",
+            rank=group.rank,
+            world_size=group.size,
+            timeout=timedelta(seconds=group.timeout_seconds),
+        )
+        sender.send(("done", _function(*where)(*args)))
+        dist.destroy_process_group()
+    except BaseException:
+        sender.send(("failed", traceback.format_exc()))
+
+
+def _function(module: str, file: str, name: str) -> Callable[..., Any]:
+    """The function `name` of `file`, loaded as `module` where that is not importable by name (a test's file)."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None, f"'{file}' is a Python file"
+        assert spec.loader is not None, f"'{file}' is a Python file"
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

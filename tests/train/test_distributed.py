@@ -1,0 +1,285 @@
+"""A run in several processes is the run in one: the same rows, losses and files, whatever their number.
+
+Two processes add two gradients, and so does one process with two micro-batches: these runs are equal bit for bit. Four
+add them in another order than four micro-batches do; what that changes is rounding, and a tolerance says how much.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import blocktrain as bt
+from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
+from blocktrain.events import Event, read_events
+from blocktrain.testing import run_distributed
+from blocktrain.train import measure
+from blocktrain.train.checkpoint import checkpoints
+
+LLAMA = {
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+PLAIN = ["model.config.attn_pdrop=0.0", "model.config.resid_pdrop=0.0", "model.config.embd_pdrop=0.0"]
+SELDOM = ["checkpoint.every=50 steps", "evaluation.every=6 steps"]
+# Every row of a small subset comes twice in a visit, and in every visit of the sweep.
+CACHED = ["sampling.scope=sweep", "sampling.rate=0.01", "schedule.visit=2 epochs", *SELDOM]
+UNCACHED = [*CACHED, "prefix.store=off"]
+
+# Sums in another order differ by 2^-24 = 6e-8 of the value; AdamW divides by a gradient's own size, so a parameter
+# whose gradient is nothing but rounding moves by the full rate. Measured: 2e-7 of the loss after 100 steps.
+TOLERANCE = 5e-6
+
+Mapping = dict[str, Any]
+
+
+class Crash(BaseException):
+    """As sudden as the power going."""
+
+
+def count_nothing(job: Any) -> dict[str, Any]:
+    """In place of the FLOP counter, which takes longer than these runs."""
+    blocks, layers = [10 + block.index for block in job.partition], [1 for _ in job.partition.chain.layers]
+    flops = {"full": 30, "blocks": blocks, "theory_full": 30, "theory_blocks": blocks, "forward_layers": layers}
+    return {"flops": flops, "memory": {"full": {}, "blocks": []}}
+
+
+def train_all(runs: list[tuple[str, Mapping]]) -> None:
+    """Each run into its folder, in this rank's process."""
+    measure._costs = count_nothing
+    for folder, mapping in runs:
+        bt.run(bt.RunConfig.from_mapping(mapping), folder)
+
+
+def train_until(folder: str, mapping: Mapping, step: int) -> None:
+    """Rank 0 crashes after `step`; the other ranks see it."""
+    measure._costs = count_nothing
+
+    def crash(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == step:
+            raise Crash
+
+    try:
+        bt.run(bt.RunConfig.from_mapping(mapping), folder, listeners=[crash])
+    except Crash:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/none", rank=0, world_size=1)
+    except PeerError:
+        pass
+
+
+def resume_all(folders: list[str]) -> None:
+    for folder in folders:
+        bt.resume(folder)
+
+
+def fail(folder: str, mapping: Mapping) -> tuple[str, str]:
+    measure._costs = count_nothing
+    try:
+        bt.run(bt.RunConfig.from_mapping(mapping), folder)
+    except BlocktrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def interrupt_rank_1(folder: str, mapping: Mapping) -> tuple[str, int]:
+    """A signal to rank 1 alone, as it takes its fifth step."""
+    measure._costs = count_nothing
+    from blocktrain.train import loop
+
+    take, taken = loop.train_step, []
+
+    def step(*args: Any, **keywords: Any) -> Any:
+        taken.append(keywords["step"])
+        if dist.get_rank() == 1 and len(taken) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(*args, **keywords)
+
+    loop.train_step = step
+    try:
+        bt.run(bt.RunConfig.from_mapping(mapping), folder)
+    except Interrupted as stop:
+        return str(stop), stop.exit_code
+    return "", 0
+
+
+def events_of(run: Path, kind: str) -> list[Event]:
+    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
+
+
+def curve(run: Path) -> list[float]:
+    return [event["loss"] for event in events_of(run, "step")]
+
+
+def evaluations(run: Path) -> list[float]:
+    return [event["loss"] for event in events_of(run, "evaluation")]
+
+
+def learned(run: Path) -> dict[str, str]:
+    """Checksums of weights, moments and buffers at the end."""
+    manifest = json.loads((checkpoints(run / "checkpoints")[-1] / "checkpoint.json").read_text())
+    return {name: entry["sha256"] for name, entry in manifest["files"].items()}
+
+
+def close(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def mapping(tiny) -> Callable[..., Mapping]:
+    """`mapping("llama", ...)`: the tiny run without dropout, with overrides, as plain data."""
+
+    def make(model: str, *overrides: str) -> Mapping:
+        values = tiny(*PLAIN, "optimizer.lr=0.001", *overrides).to_mapping()
+        if model == "llama":
+            values["model"] = {**values["model"], "architecture": "llama", "config": LLAMA}
+        return values
+
+    return make
+
+
+VARIANTS = {
+    "gpt2, uncached": ("gpt2", UNCACHED),
+    "gpt2, cached": ("gpt2", [*CACHED, "prefix.store=host"]),
+    "gpt2, in a file, ahead": ("gpt2", [*CACHED, "prefix.store=file", "prefix.fill=ahead", "prefix.fill_rows=3"]),
+    "llama, uncached": ("llama", UNCACHED),
+    "llama, cached": ("llama", [*CACHED, "prefix.store=host", "schedule.order=descending"]),
+    "one stream": (
+        "gpt2",
+        [*SELDOM, "batch.micro_rows=1", "optimizer.state=disk", "precision=bf16-exact", "prefix.store=off"],
+    ),
+    "apart, averaged in each step": (
+        "gpt2",
+        [
+            *["optimizer.name=SGD", "optimizer.weight_decay=0.0", "optimizer.max_grad_norm=1e9"],
+            *["distributed.sync_every=1", "distributed.outer_lr=1.0", "distributed.outer_momentum=0.0"],
+        ],
+    ),
+}
+
+
+ALIKE = ["gpt2, cached", "llama, uncached"]  # with two micro-batches in one process
+
+
+@pytest.fixture(scope="module")
+def runs(mapping, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Every variant with 1, 2 and 4 processes."""
+    folders = {size: tmp_path_factory.mktemp(f"ranks-{size}") for size in (1, 2, 4)}
+    for size, folder in folders.items():
+        wanted = [(str(folder / name), mapping(model, *more)) for name, (model, more) in VARIANTS.items()]
+        if size == 1:
+            halved = [(name, VARIANTS[name]) for name in ALIKE]
+            wanted += [
+                (str(folder / f"{n}, halved"), mapping(m, *more, "batch.micro_rows=2")) for n, (m, more) in halved
+            ]
+        run_distributed(train_all, size, wanted)
+    return folders
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_losses_with_1_2_and_4_processes(runs: dict[int, Path], name: str) -> None:
+    one = runs[1] / name
+    assert len(curve(one)) >= 12
+    for size in (2, 4):
+        assert evaluations(one)[0] == evaluations(runs[size] / name)[0]  # a sum without rounding
+        assert close(curve(one), curve(runs[size] / name))
+        assert close(evaluations(one), evaluations(runs[size] / name))
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_two_processes_are_two_micro_batches_bit_for_bit(runs: dict[int, Path], name: str) -> None:
+    alone, together = runs[1] / f"{name}, halved", runs[2] / name
+    assert curve(alone) == curve(together)
+    assert evaluations(alone) == evaluations(together)
+    assert learned(alone) == learned(together)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_cache_changes_nothing_and_each_row_is_computed_by_one_rank(runs: dict[int, Path], size: int) -> None:
+    """Each rank finds in its own cache what it asks for, in the second pass and in the next visit."""
+    for name in ("gpt2, cached", "gpt2, in a file, ahead"):
+        assert learned(runs[size] / name) == learned(runs[size] / "gpt2, uncached")
+    for name in ("gpt2, cached", "gpt2, in a file, ahead", "llama, cached"):
+        together, alone = events_of(runs[size] / name, "cached"), events_of(runs[1] / name, "cached")
+        assert len(together) == 2
+        for counted in ("rows", "hits", "computed", "bytes", "stale", "damaged"):
+            assert [event[counted] for event in together] == [event[counted] for event in alone]
+
+
+def test_one_process_writes_for_all(runs: dict[int, Path]) -> None:
+    one, four = runs[1] / "gpt2, uncached", runs[4] / "gpt2, uncached"
+    assert {path.name for path in one.iterdir()} == {path.name for path in four.iterdir()}
+    kinds = [[event["kind"] for event in read_events(run / "events.jsonl")] for run in (one, four)]
+    assert kinds[0] == kinds[1]
+    assert json.loads((four / "run.json").read_text())["sessions"][0]["processes"] == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
+def test_a_run_goes_on_with_another_number_of_processes(
+    runs: dict[int, Path], mapping, tmp_path: Path, before: int, after: int
+) -> None:
+    whole = runs[1] / "gpt2, cached"
+    model, more = VARIANTS["gpt2, cached"]
+    run_distributed(train_until, before, str(tmp_path / "run"), mapping(model, *more, "checkpoint.every=5 steps"), 8)
+    assert 0 < len(curve(tmp_path / "run")) < len(curve(whole))
+    run_distributed(resume_all, after, [str(tmp_path / "run")])
+    assert close(curve(whole), curve(tmp_path / "run"))
+    assert [event["step"] for event in events_of(tmp_path / "run", "step")] == list(range(1, len(curve(whole)) + 1))
+    sessions = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
+    assert [session["processes"] for session in sessions] == [before, after]
+
+
+APART = ["distributed.sync_every=2", "checkpoint.every=4 steps", "evaluation.every=4 steps", "schedule.visit=5 steps"]
+
+
+def test_steps_taken_apart_go_on_from_a_checkpoint_as_if_never_interrupted(mapping, tmp_path: Path) -> None:
+    """Moments and outer momentum are in the checkpoint, which is made where all ranks are equal."""
+    values = mapping("gpt2", *APART, "schedule.sweeps=2")
+    run_distributed(train_all, 2, [(str(tmp_path / "whole"), values)])
+    run_distributed(train_until, 2, str(tmp_path / "run"), values, 22)
+    run_distributed(resume_all, 2, [str(tmp_path / "run")])
+    assert learned(tmp_path / "run") == learned(tmp_path / "whole")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert curve(tmp_path / "whole")[-1] < curve(tmp_path / "whole")[0]  # it trains
+
+
+def test_a_checkpoint_where_the_ranks_differ_is_refused(mapping, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.every is 3 steps, no multiple of distributed.sync_every = 2"):
+        bt.run(bt.RunConfig.from_mapping(mapping("gpt2", *APART, "checkpoint.every=3 steps")), tmp_path / "run")
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(mapping, tmp_path: Path) -> None:
+    told = run_distributed(interrupt_rank_1, 2, str(tmp_path / "run"), mapping("gpt2"))
+    assert told == [(f"stopped at step 5; go on with: blocktrain resume {tmp_path}/run", 143)] * 2
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000005"
+
+
+def test_what_stops_one_rank_stops_all_with_a_reason(mapping, tmp_path: Path) -> None:
+    """A loss that is not finite is the same error on all; a folder that is taken, rank 0's and what the others say."""
+    values = mapping("gpt2", "optimizer.lr=1e30", "optimizer.max_grad_norm=1e30")
+    told = run_distributed(fail, 2, str(tmp_path / "run"), values)
+    assert told[0] == told[1]
+    assert told[0][0] == "NonFiniteError"
+    taken = run_distributed(fail, 2, str(tmp_path / "run"), values)
+    assert taken[0][0] == "ConfigError"
+    assert taken[1][0] == "PeerError"
+    assert "rank 0 did: " in taken[1][1]
+    assert "already holds a run" in taken[1][1]
+
+
+def test_rows_that_cannot_be_shared_evenly(mapping, tmp_path: Path) -> None:
+    told = run_distributed(fail, 3, str(tmp_path / "run"), mapping("gpt2"))
+    assert [name for name, _ in told] == ["ConfigError"] * 3
+    assert "4 rows a step cannot be shared evenly by 3 ranks" in told[0][1]
+    assert not (tmp_path / "run").exists()
