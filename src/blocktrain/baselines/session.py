@@ -89,7 +89,9 @@ def _measure(config: RunConfig, peer: Peer, out: Path) -> Cycle:
 
 def _opening(config: RunConfig, peer: Peer, method: str, measured: Cycle) -> list[Event]:
     """The opening records of full training, with this method's figures where its own are."""
-    whole = replace(config, precision="fp32", blocks=replace(config.blocks, count=1, largest=None, patterns=None))
+    batch = replace(config.batch, micro_rows=None) if config.batch.micro_rows == "auto" else config.batch
+    blocks = replace(config.blocks, count=1, largest=None, patterns=None)
+    whole = replace(config, precision="fp32", batch=batch, blocks=blocks)
     told = {event["kind"]: event for event in opening_events(build(whole, Path()), method)}
     header, cost, memory = told["run"], told["cost"], told["memory"]
     parts = dict(measured.peak.parts)
