@@ -60,7 +60,7 @@ def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpoin
             one.step()
             one.zero_grad()
 
-    mine = optimizer(gpt2(), Tail(rule=rule, rate=0.3))
+    mine = optimizer(gpt2(), Tail(rule=rule, share=0.3))
     model = mine.partition.model
     before = {name: p.detach().clone() for name, p in mine.partition[0].parameters.items()}
     with mine.visit(mine.partition[1]):
@@ -82,7 +82,7 @@ def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpoin
 
 
 def test_the_rate_follows_the_active_blocks(gpt2, batch) -> None:
-    mine = optimizer(gpt2(), Tail(rule="sgd", rate=0.5))
+    mine = optimizer(gpt2(), Tail(rule="sgd", share=0.5))
     name, weight = next(iter(mine.partition[2].parameters.items()))
     with mine.visit(mine.partition[0]):
         mine.scale_learning_rate(0.1)
@@ -129,14 +129,14 @@ def test_what_cannot_have_a_tail_is_refused(tiny, gpt2) -> None:
         VisitingOptimizer(optimizer(gpt2(), tail), Cyclic(visit=Duration.steps(2)))
     with pytest.raises(ConfigError, match="tail 'sdg' is unknown; did you mean 'sgd'"):
         Tail(rule="sdg")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="tail_rate must be positive, not 0"):
-        Tail(rule="sgd", rate=0)
+    with pytest.raises(ConfigError, match="tail_share must be positive, not 0"):
+        Tail(rule="sgd", share=0)
     for override, said in {
         "batch.micro_rows=2": "leave out batch.micro_rows",
         "batch.micro_rows=auto": "leave out batch.micro_rows",
         "on_nonfinite=skip": "set on_nonfinite = 'stop'",
         "schedule.span=suffix": "schedule.span = 'suffix' leaves no tail",
-        "optimizer.tail_rate=-1": "tail_rate must be positive, not -1",
+        "optimizer.tail_share=-1": "tail_share must be positive, not -1",
     }.items():
         with pytest.raises(ConfigError, match=said):
             tiny("optimizer.tail=sgd", override)

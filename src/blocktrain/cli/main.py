@@ -70,6 +70,11 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--methods", default="full,bcd", metavar="A,B", help="what to compare, in this order (default: %(default)s)"
     )
+    compare.add_argument(
+        "--lr-search", default="1", metavar="A,B", help="multiples of each method's learning rate to try (default: 1)"
+    )
+    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="runs at the best rate (default: 1)")
+    compare.add_argument("--card", metavar="NAME", help="price this machine's hours as those of rtx4090, a100-80, ...")
     _plan(add("plan", _lazy("planning", "plan"), "what fits, how long it takes and what it costs, before renting"))
     add("calibrate", _lazy("planning", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
     report = add("report", _lazy("showing", "report"), "write report.html for one run, or one page for several")

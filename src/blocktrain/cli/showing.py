@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,13 +22,12 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
     """Write the report of some runs to `page` and print their table, or the same figures as JSON."""
     write_report(folders, page)
     runs = [RunRecord.load(folder) for folder in folders]
-    summaries = [summary(run) for run in runs]
-    compared = multipliers(runs, [run.header.name for run in runs])
     if as_json:
-        figures = [{**asdict(item), "multiplier": item.value} for item in compared]
-        json.dump({"runs": summaries, "multipliers": figures, "report": str(page)}, sys.stdout, indent=1)
+        json.dump(figures_of(runs, page), sys.stdout, indent=1)
         print()
         return
+    summaries = [summary(run) for run in runs]
+    compared = multipliers(runs, [run.header.name for run in runs])
     console = Console()
     console.print()
     console.print(table(summaries))
@@ -35,6 +35,13 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
         text = multipliers_text(compared, runs[0].header.unit, loss_of(runs)[0])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
     console.print(f"\nreport  {page}", highlight=False, soft_wrap=True)
+
+
+def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
+    """The runs' figures as plain data."""
+    compared = multipliers(runs, [run.header.name for run in runs])
+    figures = [{**asdict(item), "multiplier": item.value} for item in compared]
+    return {"runs": [summary(run) for run in runs], "multipliers": figures, "report": str(page)}
 
 
 def report(options: argparse.Namespace) -> int:

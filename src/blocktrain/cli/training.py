@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from blocktrain.cli.comparing import price_of_card, show_comparison
 from blocktrain.cli.live import LiveLine, quiet_libraries
 from blocktrain.cli.showing import show_runs
 from blocktrain.dist.ranks import is_launched, launched_rank
@@ -48,6 +49,7 @@ def resume(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """`blocktrain compare CONFIG`."""
+    from blocktrain.baselines.compare import Search
     from blocktrain.baselines.compare import compare as compare_methods
 
     quiet_libraries()
@@ -55,22 +57,36 @@ def compare(options: argparse.Namespace) -> int:
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods:
         raise ConfigError("--methods names none; write for example --methods full,bcd")
+    search = Search(factors=_factors(options.lr_search), seeds=options.seeds)
+    usd_per_hour = None if options.card is None else price_of_card(options.card)
     out = options.out or numbered_folder(f"{config.name}-compare")
     try:
         with ExitStack() as stack:
             live = stack.enter_context(LiveLine(_live_console(options), pick_device(config.device)))
-            folders = compare_methods(
+            comparison = compare_methods(
                 config,
                 methods,
                 out,
-                listeners=lambda name: [live, stack.enter_context(Trackers(config, out / name))],
+                search=search,
+                listeners=lambda folder: [live, stack.enter_context(Trackers(config, folder))],
                 command=_command(),
             )
     except Interrupted as stop:
         again = _command() if options.out else f"{_command()} --out {shlex.quote(str(out))}"
         raise Interrupted(f"stopped; go on with: {again}", signal_number=stop.exit_code - 128) from None
-    _show([folder.path for folder in folders], out / "report.html", options)
+    page, folders = out / "report.html", [folder.path for folder in comparison.folders]
+    if launched_rank() == 0:
+        show_comparison(
+            folders, page, comparison.trials, card=options.card, usd_per_hour=usd_per_hour, as_json=options.json
+        )
     return 0
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--lr-search must be numbers with commas, such as 0.5,1,2, not '{text}'") from None
 
 
 def _show(runs: list[Path], report: Path, options: argparse.Namespace) -> None:

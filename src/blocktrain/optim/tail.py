@@ -12,7 +12,7 @@ still to be differentiated uses it.
     newton-schulz    W -= 2 rate * O / rms(O), O the nearest orthogonal to G    hidden matrices; the rest as above
                      (Muon without its momentum, Jordan et al. 2024)
 
-`rate` is `Tail.rate` times the learning rate of the active block's first group at that moment, so a root mean square
+`rate` is `Tail.share` times the learning rate of the active block's first group at that moment, so a root mean square
 step against AdamW's, which is near one. There is no weight decay, and clipping and gradient norms know the active block
 alone. In all else the tail stays frozen: eval mode, so that its dropout does nothing and its BatchNorm does not move.
 """
@@ -46,17 +46,17 @@ _TINY = 1e-30  # of a gradient that is zero, the root mean square
 class Tail:
     """How the layers above the active block are moved.
 
-    rule: "sgd" or "newton-schulz" (hidden matrices orthogonalised). rate: the share of the learning rate.
+    rule: "sgd" or "newton-schulz" (hidden matrices orthogonalised). share: of the learning rate, what they move by.
     """
 
     rule: Rule
-    rate: float = 0.1
+    share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
             raise ConfigError(f"tail '{self.rule}' is unknown; {nearest(self.rule, get_args(Rule))}")
-        if not 0 < self.rate < math.inf:
-            raise ConfigError(f"tail_rate must be positive, not {self.rate:g}")
+        if not 0 < self.share < math.inf:
+            raise ConfigError(f"tail_share must be positive, not {self.share:g}")
 
 
 def require_possible(tail: Tail, partition: Partition, precision: Precision, place: FrozenPlace) -> None:
@@ -90,7 +90,7 @@ def moving(
     if tail is not None:
         for name, parameter in parameters.items():
             update = _orthogonal if tail.rule == "newton-schulz" and name in matrices else _normalised
-            move = partial(_move, update, lambda: tail.rate * float(learning_rate()))
+            move = partial(_move, update, lambda: tail.share * float(learning_rate()))
             hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(move))
     try:
         yield

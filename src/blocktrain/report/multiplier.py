@@ -41,30 +41,28 @@ def loss_of(runs: Sequence[RunRecord]) -> tuple[str, Callable[[Evaluation], floa
 
 
 def multipliers(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Multiplier]:
-    """The B-F multiplier of every BCD run against the first full run; none without one of each.
+    """The B-F multiplier of every BCD run against the first full run with the same optimizer; none without one of each.
 
     The crossing is interpolated between the two evaluations around it, so that it does not depend on how often a
     run is evaluated.
     """
     _, read = loss_of(runs)
     named = list(zip(runs, names, strict=True))
-    full, full_name = next(((run, name) for run, name in named if run.is_full and run.evaluations), (None, ""))
-    if full is None:
-        return []
-    target = read(full.evaluations[-1])
-    tokens = full.evaluations[-1].tokens
-    if not math.isfinite(target) or tokens <= 0:
-        return []
+    fulls = [(run, name) for run, name in named if run.is_full and run.evaluations]
     return [
         Multiplier(
             full=full_name,
             bcd=name,
-            loss=target,
-            full_tokens=tokens,
-            bcd_tokens=tokens_to_reach(target, [(row.tokens, read(row)) for row in run.evaluations]),
+            loss=read(full.evaluations[-1]),
+            full_tokens=full.evaluations[-1].tokens,
+            bcd_tokens=tokens_to_reach(
+                read(full.evaluations[-1]), [(row.tokens, read(row)) for row in run.evaluations]
+            ),
         )
         for run, name in named
-        if run.header.method == "bcd"
+        if run.header.method in ("bcd", "uncached")
+        for full, full_name in [item for item in fulls if item[0].header.optimizer == run.header.optimizer][:1]
+        if math.isfinite(read(full.evaluations[-1])) and full.evaluations[-1].tokens > 0
     ]
 
 

@@ -93,7 +93,7 @@ class OptimizerConfig:
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     tail: how what lies above the active block learns, without moments and inside the backward pass: "sgd", normalised,
         or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
-    tail_rate: the share of `lr` that a tail weight moves by; twice that where it is orthogonalised.
+    tail_share: the share of `lr` that a tail weight moves by; twice that where it is orthogonalised.
     """
 
     name: str = "AdamW"
@@ -105,7 +105,7 @@ class OptimizerConfig:
     moments: Moments = "fp32"
     max_grad_norm: float | None = None
     tail: Literal["none"] | Rule = "none"
-    tail_rate: float = 0.1
+    tail_share: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -113,7 +113,7 @@ class OptimizerConfig:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
         if self.tail != "none":
-            Tail(rule=self.tail, rate=self.tail_rate)  # its own checks
+            Tail(rule=self.tail, share=self.tail_share)  # its own checks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,7 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
-        tail=None if options.tail == "none" else Tail(rule=options.tail, rate=options.tail_rate),
+        tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),
         **keywords,
     )
 
