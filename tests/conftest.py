@@ -57,7 +57,8 @@ _FREE = {"name", "seed", "schedule", "learning_rate", "evaluation", "checkpoint"
 
 def _remembered(count: Callable[[Job], Any], name: str, job: Job) -> Any:
     costly = {table: value for table, value in job.config.to_mapping().items() if table not in _FREE}
-    key = json.dumps([name, len(job.partition), job.micro_rows, costly], sort_keys=True, default=str)
+    span = job.config.schedule.span
+    key = json.dumps([name, len(job.partition), job.micro_rows, span, costly], sort_keys=True, default=str)
     if key not in _COUNTED:
         _COUNTED[key] = count(job)
     return copy.deepcopy(_COUNTED[key])

@@ -52,7 +52,7 @@ def parameters(item: Any) -> list[str]:
         kinds = {name: {kind, *typing.get_args(kind)} for name, kind in typing.get_type_hints(item).items()}
         tables = {name for name, arms in kinds.items() if any(map(dataclasses.is_dataclass, arms))}
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    taken = inspect.signature(item).parameters.values()
+    taken = inspect.signature(typing.cast(typing.Callable[..., Any], item)).parameters.values()
     return [one.name for one in taken if one.kind not in variable and one.name not in tables]
 
 

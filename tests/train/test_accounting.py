@@ -78,6 +78,14 @@ def test_blocks_smaller_than_a_layer() -> None:
     assert predicted_peaks(mine, STEP) == list(visited_peaks(mine, STEP))
 
 
+def test_visits_to_several_blocks() -> None:
+    mine = optimizer(BF16_EXACT)
+    trained = [mine.partition.suffix(index) for index in range(len(mine.partition))]
+    predicted = predicted_peaks(mine, STEP, blocks=trained)
+    assert predicted == list(visited_peaks(mine, STEP, blocks=trained))
+    assert [peak.parts["master"] for peak in predicted] == [4 * block.num_parameters for block in trained]
+
+
 def test_full_training_needs_more_than_any_block() -> None:
     mine = optimizer()
     (full,) = predicted_peaks(mine, STEP, partition=mine.partition.undivided)

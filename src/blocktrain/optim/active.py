@@ -82,14 +82,18 @@ class Active:
             self.masters.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def state(self) -> BlockState:
-        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out."""
-        names = {id(parameter): name for name, parameter in self.trained.items()}
+    def state(self, member: Block | None = None) -> BlockState:
+        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out.
+
+        member: only what is of that one of the blocks that are trained together.
+        """
+        mine = (member or self.block).parameters
+        names = {id(parameter): name for name, parameter in self.trained.items() if name in mine}
         return {
             names[id(parameter)]: {key: value for key, value in entries.items() if value is not None}
             for optimizer in self.optimizers
             for parameter, entries in optimizer.state.items()
-            if entries
+            if entries and id(parameter) in names
         }
 
     def entries(self) -> dict[str, dict[str, Any]]:

@@ -40,12 +40,15 @@ class FrozenWeights:
         """Wake a block for training; its masters, where the precision has them."""
         self._resting.wake(block.parameters.values())
         needed = self.precision.has_master or block.rows
-        return Masters(block, self._remainders[block.index]) if needed else None
+        kept = {name: left for index in block.members for name, left in self._remainders[index].items()}
+        return Masters(block, kept) if needed else None
 
     def retire(self, block: Block, masters: Masters | None) -> None:
         """Keep what a block has become."""
         if masters is not None:
-            self._remainders[block.index] = masters.remainders() if self.precision.keeps_remainder else {}
+            for index in block.members:
+                mine = self._partition[index].parameters
+                self._remainders[index] = masters.remainders(mine) if self.precision.keeps_remainder else {}
             masters.close()
 
     def rest(self, block: Block) -> None:

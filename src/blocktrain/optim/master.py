@@ -110,11 +110,11 @@ class Masters:
             if weight.dtype == torch.bfloat16:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
 
-    def remainders(self) -> Remainders:
-        """What the weights leave out of the masters now; nothing where they are fp32."""
+    def remainders(self, names: Iterable[str]) -> Remainders:
+        """What the weights called `names` leave out of their masters now; nothing where they are fp32."""
         return {
-            name: split(master.data)[1].cpu()
-            for name, master in self.parameters.items()
+            name: split(self.parameters[name].data)[1].cpu()
+            for name in names
             if self.block.parameters[name].dtype == torch.bfloat16
         }
 

@@ -107,6 +107,8 @@ def _meta(run: RunRecord) -> str:
     state = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
     told = [header.method, header.optimizer, header.precision]
     told += [state.get(header.state, header.state)] if not run.is_full else []
+    told += ["visits train all blocks above too"] if header.span == "suffix" else []
+    told += [f"tail moved by {header.tail}"] if header.tail != "none" else []
     told.append(str(run.details.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
     told.append(f"ended: {run.end.reason}" if run.end else "")
     return " · ".join(text for text in told if text)

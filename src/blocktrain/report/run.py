@@ -46,6 +46,8 @@ class Header:
     optimizer: str = ""
     precision: str = ""
     state: str = ""
+    span: str = "block"
+    tail: str = "none"
     blocks: tuple[BlockInfo, ...] = ()
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from blocktrain.model.fake import fake_copy
 from blocktrain.model.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.recipe import any_number
+from blocktrain.train.alike import ends, filled, on_the_line
 
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
 
@@ -47,51 +47,40 @@ class StepShape:
     saving: Callable[[Partition], AbstractContextManager[None]] = lambda _partition: nullcontext()
 
 
-def predicted_peaks(optimizer: BlockOptimizer, step: StepShape, *, partition: Partition | None = None) -> list[Peak]:
+def predicted_peaks(
+    optimizer: BlockOptimizer,
+    step: StepShape,
+    *,
+    partition: Partition | None = None,
+    blocks: Sequence[Block] | None = None,
+) -> list[Peak]:
     """The peak of a visit to each block, on a copy without memory.
 
-    partition: another division of the same model to try; full training is `partition.undivided`.
+    partition: another division of the same model to try; full training is `partition.undivided`. blocks: what visits
+    train, if not each block alone (see `Cyclic.trained`).
 
     Nothing of the model, the optimizer or the random numbers changes. The batch is real and on the model's device.
-    Of blocks with the same shapes the lowest and the highest are visited, and those between them lie on the line: a
-    peak is a maximum of sums that grow evenly with the layers above, so no true one is higher.
+    Of blocks that are alike the lowest and the highest are visited, and those between them lie on the line: a peak is
+    a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
     copy = optimizer.over((partition or optimizer.partition).over(fake.model))
-    ends = {index for alike in _alike(copy.partition) for index in (alike[0], alike[-1])}
-    visited = [block for block in copy.partition if block.index in ends]
+    members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
+    trained = [copy.partition.union(mine) for mine in members]
     with fake.running(), any_number():
-        known = dict(zip(sorted(ends), visited_peaks(copy, step, blocks=visited), strict=True))
-    for alike in _alike(copy.partition):
-        low, high = alike[0], alike[-1]
-        bottom, top = (_height(copy.partition, copy.partition[end]) for end in (low, high))
-        for index in alike[1:-1]:
-            share = (_height(copy.partition, copy.partition[index]) - bottom) / max(top - bottom, 1)
-            known[index] = _between(known[low], known[high], share)
-    return [known[index] for index in range(len(copy.partition))]
+        return peaks_of_all(copy, step, blocks=trained)
 
 
-def _alike(partition: Partition) -> list[list[int]]:
-    """Indices of blocks whose parameters have the same shapes and places in layers of the same kind, in order."""
-    groups: dict[Any, list[int]] = {}
-    for block in partition:
-        places = {path: type(module).__name__ for layer in block.layers for path, module in layer.modules.items()}
-        kind = []
-        for name, parameter in block.parameters.items():
-            path = next(path for path in places if name.startswith(f"{path}."))
-            rows = len(block.part(name, parameter))
-            kind.append((places[path], name.removeprefix(path), rows, parameter.shape, parameter.dtype))
-        groups.setdefault((len(block.layers), *kind), []).append(block.index)
-    return list(groups.values())
-
-
-def _height(partition: Partition, block: Block) -> int:
-    return partition.chain.layers.index(block.layers[0])
+def peaks_of_all(optimizer: BlockOptimizer, step: StepShape, *, blocks: Sequence[Block]) -> list[Peak]:
+    """The peak of a visit to each of `blocks`, of an optimizer over a copy without memory; not all are visited."""
+    measured = ends(blocks)
+    peaks = visited_peaks(optimizer, step, blocks=[blocks[end] for end in measured])
+    return filled(blocks, optimizer.partition.chain, dict(zip(measured, peaks, strict=True)), _between)
 
 
 def _between(low: Peak, high: Peak, share: float) -> Peak:
     parts = {
-        part: round((1 - share) * low.parts.get(part, 0) + share * high.parts.get(part, 0))
+        part: on_the_line(low.parts.get(part, 0), high.parts.get(part, 0), share)
         for part in {**low.parts, **high.parts}
     }
     return replace(low, parts=dict(sorted(parts.items(), key=lambda item: -item[1])))
@@ -111,7 +100,8 @@ def visited_peaks(
             tracker.label("inputs", step.inputs)
             _label(tracker, optimizer)
             tracker.reset_peak()
-            with optimizer.visit(block), _labelled_gradients(tracker, block):
+            moved = [*block.parameters.values(), *optimizer.tail_of(block).values()]
+            with optimizer.visit(block), _labelled_gradients(tracker, moved):
                 tracker.label("active", block.parameters.values())
                 _make_moments(optimizer, block)
                 _take(step, optimizer, tracker)
@@ -148,12 +138,9 @@ def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:
 
 
 @contextmanager
-def _labelled_gradients(tracker: MemoryTracker, block: Block) -> Iterator[None]:
+def _labelled_gradients(tracker: MemoryTracker, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, a weight's gradient counts as one from its birth, also where a master takes it and frees it at once."""
-    hooks = [
-        weight.register_hook(lambda gradient: tracker.label("gradients", [gradient]))
-        for weight in block.parameters.values()
-    ]
+    hooks = [weight.register_hook(lambda gradient: tracker.label("gradients", [gradient])) for weight in weights]
     try:
         yield
     finally:

@@ -4,8 +4,10 @@ The parts are those that were tracked at the start (see `accounting.py`), the sa
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
     blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
+    schedule.span = "block"     the same to 1/M, where a visit trains all blocks above too
     precision                   fp32 -> bf16-exact: weights to half, but for the active block, which gets a master;
                                 bf16 -> int8, int8 -> nf4: frozen weights to half again
+    optimizer.tail = "none"     of the activations, the tail keeps no inputs of matrices: 6 of 28 parts in GPT-2
     memory.checkpointing        of the activations, what one layer in the chain keeps stays
     memory.loss_chunk           of the logits, a tenth stays
     memory.frozen = "host"      of the frozen weights, two layers stay
@@ -64,7 +66,8 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
     config, rows = job.config, job.micro_rows
     smaller = max((count for count in range(1, rows) if config.batch.rows % count == 0), default=rows)
     by_rows, by_block = (sum(parts.get(part, 0) for part in names) for names in (BY_ROWS, BY_BLOCK))
-    found = {f"batch.micro_rows {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
+    in_place = config.optimizer.tail != "none"  # weights that move where they are: fp32, on the device, whole batches
+    found = {f"batch.{'rows' if in_place else 'micro_rows'} {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
     blocks, layers = len(job.partition), len(job.partition.chain.layers)
     if config.blocks.patterns is None and config.blocks.largest is None and blocks < layers:
         more = min(2 * blocks, layers)
@@ -72,8 +75,12 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
     else:
         scalars = max(block.num_parameters for block in job.partition)
         found[f"blocks.largest = {scalars // 2}"] = by_block // 2
+    if config.schedule.span == "suffix":
+        found["schedule.span = 'block'"] = by_block * (blocks - 1) // blocks
     frozen, memory = parts.get("frozen", 0), config.memory
-    if config.precision == "fp32":
+    if in_place:
+        found["optimizer.tail = 'none'"] = parts.get("activations", 0) * 6 // 28
+    elif config.precision == "fp32":
         found["precision = 'bf16-exact'"] = (frozen - parts.get("active", 0)) // 2
     elif config.precision != "nf4":
         found["precision = 'nf4'" if config.precision == "int8" else "precision = 'int8'"] = frozen // 2
@@ -83,6 +90,6 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
         found[f"memory.loss_chunk = {max(1, rows * job.pace.tokens_per_step // config.batch.rows // 10)}"] = (
             parts.get("logits", 0) * 9 // 10
         )
-    if memory.frozen == "device" and job.device.type != "cpu":
+    if memory.frozen == "device" and job.device.type != "cpu" and not in_place:
         found["memory.frozen = 'host'"] = frozen * max(0, layers - 2) // layers
     return {change: saved for change, saved in found.items() if saved > 0}

@@ -57,17 +57,17 @@ def decide_micro_rows(job: Job) -> Event:
     kept = _kept_on_this_device(job)
     failed: list[int] = []
     for rows in divisors(job.rank_rows):
-        peaks = predicted_peaks(job.optimizer, step_shape(job, rows))
+        peaks = predicted_peaks(job.optimizer, step_shape(job, rows), blocks=job.trained)
         needed = [beside_weights(peak) + kept for peak in peaks]
         worst = max(range(len(needed)), key=lambda index: needed[index])
         if needed[worst] > SHARE * free:
             continue
-        if not _runs(job, job.partition[worst], peaks[worst], rows):
+        if not _runs(job, job.trained[worst], peaks[worst], rows):
             failed.append(rows)
             continue
         reason = f"{rows} of {job.rank_rows} rows need {format_bytes(needed[worst])} of {format_bytes(free)} free"
         return {"kind": "micro_batch", "micro_rows": rows, "reason": reason, "failed": failed}
-    peaks = predicted_peaks(job.optimizer, step_shape(job, 1))
+    peaks = predicted_peaks(job.optimizer, step_shape(job, 1), blocks=job.trained)
     raise OutOfMemoryError(
         f"not a single row fits: {format_bytes(max(map(beside_weights, peaks)) + kept)} needed beside the weights, "
         f"{format_bytes(free)} free; {plan(replace(job, micro_rows=1), max(peaks, key=beside_weights).parts)}"
