@@ -47,13 +47,10 @@ def parameters(item: Any) -> list[str]:
     """What a call takes by name; a table of the configuration documents itself, in its own class."""
     if not callable(item) or item is bt.BlocktrainError:
         return []
-    tables = set()
-    if dataclasses.is_dataclass(item):
-        kinds = typing.get_type_hints(item)
-        arms = {name: {kind, *typing.get_args(kind)} for name, kind in kinds.items()}
-        tables = {
-            name for name, kind in arms.items() if any(map(dataclasses.is_dataclass, kind)) and item is bt.RunConfig
-        }
+    tables: set[str] = set()
+    if item is bt.RunConfig:
+        kinds = {name: {kind, *typing.get_args(kind)} for name, kind in typing.get_type_hints(item).items()}
+        tables = {name for name, arms in kinds.items() if any(map(dataclasses.is_dataclass, arms))}
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     taken = inspect.signature(typing.cast(typing.Callable[..., Any], item)).parameters.values()
     return [one.name for one in taken if one.kind not in variable and one.name not in tables]
