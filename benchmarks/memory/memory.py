@@ -145,7 +145,7 @@ CONFIGURATIONS = (
 def two_memories() -> Iterator[None]:
     """Inside, what the side stream brings to the device is a copy there, although device and host are one."""
 
-    def copied(self: SideStream, tensor: Tensor) -> Tensor:
+    def copied(self: SideStream, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
     at_once, SideStream.to_device = SideStream.to_device, copied

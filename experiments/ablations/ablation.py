@@ -2,14 +2,16 @@
 
     python experiments/ablations/ablation.py --runs FOLDER [--budget MINUTES] [--seeds N] [--methods NAMES] [--write]
 
-Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss.
-Seeds 1 to N - 1 are then trained at the best rates. A run that is finished is not taken again, one that was interrupted
-goes on; after `--budget` no new one begins. `--write` puts what is there into result.json and the table of docs/LOG.md.
+Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss,
+of those that were tried (the table says how many). Seeds 1 to N - 1 are then trained at the best rates. A run that is
+finished is not taken again, one that was interrupted goes on; after `--budget` no new one begins. `--write` puts what
+is there into result.json and the table of docs/LOG.md.
 
 The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
 training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
 passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off the forward pass of
-the frozen prefix, as if a cache of it filled itself. Memory is the tracked peak of a step, of the worst visit.
+the frozen prefix, as if a cache of it filled itself. Memory is the tracked peak of a step. All of these are shares of
+full training's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 LOG = HERE.parents[1] / "docs" / "LOG.md"
 BEGIN, END = "<!-- written by ablation.py -->\n", "<!-- end -->\n"
 
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (2e-3, 1e-3, 4e-3)
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1", "schedule.visit=400 steps", "stop.duration=400 steps"],
     "blocks, M=3": [],
@@ -59,15 +60,16 @@ def train(runs: Path, method: str, rate: float, seed: int) -> None:
     config = bt.RunConfig.load(HERE / "ablation.toml", overrides)
     if not (folder / "run.json").exists():
         bt.run(config, folder, method="full" if method == "full" else "bcd")
-    elif RunRecord.load(folder).end is None:
+    elif finished(runs, method, rate, seed) is None:
         bt.resume(folder)
 
 
 def finished(runs: Path, method: str, rate: float, seed: int) -> RunRecord | None:
     """The record of a run that reached its end."""
     folder = folder_of(runs, method, rate, seed)
-    record = RunRecord.load(folder) if (folder / "events.jsonl").exists() else None
-    return record if record is not None and record.end is not None else None
+    log = folder / "events.jsonl"
+    ended = log.exists() and any(event["kind"] == "end" for event in read_events(log))
+    return RunRecord.load(folder) if ended else None
 
 
 def last_loss(record: RunRecord) -> float:
@@ -75,17 +77,22 @@ def last_loss(record: RunRecord) -> float:
     return record.evaluations[-1].loss
 
 
-def best_rate(runs: Path, method: str) -> float | None:
-    """The rate with the lowest last loss; None until all of them were tried."""
+def search(runs: Path, method: str) -> dict[float, float]:
+    """Last loss of seed 0 by the rates that were tried to the end."""
     tried = {rate: finished(runs, method, rate, 0) for rate in RATES}
-    done = {rate: last_loss(record) for rate, record in tried.items() if record is not None}
-    return min(done, key=lambda rate: done[rate]) if len(done) == len(RATES) else None
+    return {rate: last_loss(record) for rate, record in tried.items() if record is not None}
+
+
+def best_rate(runs: Path, method: str) -> float | None:
+    """The rate with the lowest last loss; None until one was tried."""
+    found = search(runs, method)
+    return min(found, key=lambda rate: found[rate]) if found else None
 
 
 def planned(runs: Path, methods: list[str], seeds: int) -> Iterator[tuple[str, float, int]]:
     """The search first, then the further seeds at what it found."""
-    for method in methods:
-        for rate in RATES:
+    for rate in RATES:
+        for method in methods:
             yield method, rate, 0
     for seed in range(1, seeds):
         for method in methods:
@@ -133,6 +140,8 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "flops_cached": spent[1],
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
         "peak_bytes_full": sum(mine.tracked.full.parts.values()),
+        "moments": [peak.parts["moments"] for peak in peaks],
+        "moments_full": mine.tracked.full.parts["moments"],
         "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
     }
 
@@ -147,17 +156,11 @@ def collected(runs: Path, seeds: int) -> dict[str, Any]:
         for seed in range(seeds)
         if rate is not None and full is not None
     ]
-    search = {
-        method: {
-            f"{rate:g}": round(last_loss(record), 4) for rate in RATES if (record := finished(runs, method, rate, 0))
-        }
-        for method in METHODS
-    }
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "experiments/ablations/ablation.py", *sys.argv[1:]]),
+        "command": f"python experiments/ablations/ablation.py --runs RUNS --seeds {seeds}",
         "environment": environment(torch.device("cpu")),
-        "search": search,
+        "search": {method: {f"{rate:g}": loss for rate, loss in search(runs, method).items()} for method in METHODS},
         "rows": [item for item in found if item is not None],
     }
 
@@ -165,24 +168,24 @@ def collected(runs: Path, seeds: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The rows by method, averaged over its seeds."""
     lines = [
-        "| method | rate | seeds | last loss | B-F multiplier | FLOPs, uncached | cached | peak memory |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | rate, of how many tried | seeds | last loss | B-F multiplier | FLOPs, uncached | cached "
+        "| memory, worst visit | average visit | moments, worst visit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for method in METHODS:
         rows = [item for item in result["rows"] if item["method"] == method]
         if not rows:
             continue
         peak = statistics.mean(max(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows)
-        mean = statistics.mean(
-            sum(item["peak_bytes"]) / len(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows
-        )
+        mean = statistics.mean(statistics.mean(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows)
+        moments = statistics.mean(max(item["moments"]) / item["moments_full"] for item in rows)
         cells = [
             method,
-            f"{rows[0]['rate']:g}",
+            f"{rows[0]['rate']:g} of {len(result['search'][method])}",
             str(len(rows)),
             _each(rows, "loss", 3),
             *(_each(rows, key, 2) for key in ("multiplier", "flops", "flops_cached")),
-            f"{peak:.2f}, average {mean:.2f}",
+            *(f"{share:.2f}" for share in (peak, mean, moments)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

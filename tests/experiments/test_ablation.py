@@ -1,0 +1,43 @@
+"""The ablation's table: what the log says is what the script makes of its result file."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "ablations"
+
+
+@pytest.fixture(scope="module")
+def ablation() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ablation", FOLDER / "ablation.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ablation"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_log_shows_the_result(ablation: ModuleType) -> None:
+    table = ablation.table(json.loads((FOLDER / "result.json").read_text()))
+    assert f"{ablation.BEGIN}{table}{ablation.END}" in ablation.LOG.read_text()
+
+
+def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleType) -> None:
+    def seed(loss: float, multiplier: float | None) -> dict[str, Any]:
+        costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier}
+        peaks = {"peak_bytes": [60, 30], "peak_bytes_full": 100, "moments": [20, 10], "moments_full": 50}
+        return {"method": "blocks, M=3", "rate": 2e-3, "loss": loss, **costs, **peaks}
+
+    search = {"blocks, M=3": {"0.002": 2.0, "0.004": 2.3}}
+    reached = ablation.table({"search": search, "rows": [seed(2.0, 1.5), seed(2.2, 1.7)]})
+    assert "| blocks, M=3 | 0.002 of 2 | 2 | 2.100 (2.000 to 2.200) | 1.60 (1.50 to 1.70) |" in reached
+    assert reached.endswith("| 0.60 | 0.45 | 0.40 |\n")
+    assert "| not reached | not reached | not reached |" in ablation.table(
+        {"search": search, "rows": [seed(2.0, 1.5), seed(2.2, None)]}
+    )
