@@ -1,10 +1,11 @@
 """Peak memory of a step by a tracker on fake tensors, for the configurations the planner is tested on.
 
-    python benchmarks/plan/record.py [--memtracker] [--out benchmarks/plan/tracked.json]
+    python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
 This package's own step runs on a model without memory (`blocktrain.train.tracked`), one visit each to the first
-block, a middle one and the last; the second step of a visit counts. `--memtracker` runs the first three with PyTorch's
-MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is needed.
+block, a middle one, the largest and the last; the second step of a visit counts. `--memtracker` runs the first three
+with PyTorch's MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is
+needed. `--only` records the cases whose names contain a text anew.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import blocktrain as bt
 from blocktrain.model.fake import fake_copy
-from blocktrain.plan.layout import Layout, find_precision
+from blocktrain.plan.layout import Layout, Moments, Place, find_precision
 from blocktrain.plan.presets import find_model
 from blocktrain.train.tracked import STEPS, meta_model, tracked_peak
 
@@ -37,12 +39,21 @@ class Case:
     rows: int = 1
     checkpointing: bool = False
     cached: bool = False
+    largest: int | None = None
+    frozen: Place = "device"
+    moments: Moments = "fp32"
+    loss_chunk: int | None = None
+    micro_steps: int = 1
 
     @property
     def name(self) -> str:
         """As the tests name it."""
-        told = [self.model, f"M={self.blocks}", self.precision, f"{self.rows} x {SEQ}"]
-        return ", ".join([*told, *["checkpointed"] * self.checkpointing, *["cached"] * self.cached])
+        cut = f"M={self.blocks}" if self.largest is None else f"largest {self.largest / 1e6:.0f}M"
+        told = [self.model, cut, self.precision, f"{self.rows} x {SEQ}"]
+        told += ["checkpointed"] * self.checkpointing + ["cached"] * self.cached
+        told += ["streamed"] * (self.frozen == "host") + ["8-bit moments"] * (self.moments == "8bit")
+        told += ["chunked loss"] * (self.loss_chunk is not None)
+        return ", ".join([*told, *[f"{self.micro_steps} micro-batches"] * (self.micro_steps > 1)])
 
     @property
     def layout(self) -> Layout:
@@ -53,6 +64,10 @@ class Case:
             micro_rows=self.rows,
             checkpointing="layers" if self.checkpointing else "none",
             cache="host" if self.cached else "off",
+            largest=self.largest,
+            frozen=self.frozen,
+            moments=self.moments,
+            loss_chunk=self.loss_chunk,
         )
 
 
@@ -69,7 +84,22 @@ CASES = (
     Case(model="llama-2-7b", blocks=32, precision="bf16-exact", rows=4, checkpointing=True),
     Case(model="llama-3-8b", blocks=8, precision="bf16-exact", rows=2, checkpointing=True, cached=True),
     Case(model="llama-3-70b", blocks=32, precision="bf16-exact", checkpointing=True),
-)
+    Case(model="gpt2", blocks=3, precision="bf16", rows=4, moments="8bit", micro_steps=3),
+    Case(model="gpt2", blocks=16, largest=10_000_000, rows=4, loss_chunk=512),
+    Case(model="llama-2-7b", blocks=8, precision="int8", rows=4),
+    Case(model="l-1.5b", blocks=8, precision="bf16-exact", rows=4, checkpointing=True, frozen="host", loss_chunk=512),
+    Case(
+        model="l-1.5b",
+        blocks=132,
+        largest=20_000_000,
+        precision="nf4",
+        rows=2,
+        checkpointing=True,
+        frozen="host",
+        moments="8bit",
+        loss_chunk=512,
+    ),
+)  # fmt: skip
 
 
 def memtracker_peak(case: Case) -> int:
@@ -98,23 +128,35 @@ def memtracker_peak(case: Case) -> int:
         return int(snapshot["Total"])
 
 
+def recorded(case: Case, *, memtracker: bool) -> dict[str, Any]:
+    """A row of the file."""
+    peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ, micro_steps=case.micro_steps)
+    row = {
+        "name": case.name,
+        **asdict(case),
+        "seq": SEQ,
+        "peak_bytes": max(peaks.values()),
+        "peak_bytes_by_block": {str(index): peak for index, peak in peaks.items()},
+    }
+    return row | ({"memtracker_middle_block_bytes": memtracker_peak(case)} if memtracker else {})
+
+
 def main() -> None:
-    """Record all cases."""
+    """Record the cases, writing the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memtracker", action="store_true")
+    parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tracked.json"))
     options = parser.parse_args()
-    rows = []
+    known = {row["name"]: row for row in json.loads(options.out.read_text())["cases"]} if options.out.exists() else {}
     for case in CASES:
+        if options.only not in case.name:
+            continue
         start = time.perf_counter()
-        peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ)
-        worst = max(peaks.values())
-        row = {"name": case.name, **asdict(case), "seq": SEQ, "peak_bytes": worst, "peak_bytes_by_block": peaks}
-        if options.memtracker and case in CASES[:3]:
-            row["memtracker_middle_block_bytes"] = memtracker_peak(case)
-        rows.append(row)
-        print(f"{case.name}: {worst / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)", flush=True)
-    options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
+        known[case.name] = recorded(case, memtracker=options.memtracker and case in CASES[:3])
+        print(f"{case.name}: {known[case.name]['peak_bytes'] / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)")
+        rows = [known[case.name] for case in CASES if case.name in known]
+        options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

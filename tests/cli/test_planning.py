@@ -6,14 +6,18 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blocktrain.cli.main import main
+from blocktrain.events import EventLog
 from blocktrain.plan.cost import MULTIPLIERS
-from blocktrain.train.config import RunConfig
+from blocktrain.plan.presets import find_model
+from blocktrain.train.config import MemoryConfig, RunConfig
+from blocktrain.train.schema import read_toml
 
 GOOD = {"--model": "llama-2-7b", "--tokens": "1B", "--seq": "1024", "--gpu": "rtx4090"}
 TINY = {
@@ -63,8 +67,89 @@ def test_layouts_are_ranked_by_cost_and_fit(capsys: pytest.CaptureFixture[str]) 
         assert item["step_seconds"] == pytest.approx(sum(item["step_parts_seconds"].values()))
         assert item["data"] * item["pipeline"] == 4
     labels = {item["label"] for item in found["alternatives"]}
-    assert {"full-parameter", "full, sharded (FSDP)", "full, optimizer on the host"} <= labels
+    assert {"full-parameter", "full, sharded (FSDP)", "full, host optimizer"} <= labels
     assert {item["card"] for item in found["alternatives"]} >= {"rtx4090", "a100-80", "a800"}
+
+
+def test_one_card_streams_a_model_of_seventy_billion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """140 GB of host memory hold its bf16 weights and nothing else: no moments between visits, no remainders."""
+    out = tmp_path / "run.toml"
+    asked = {"model": "llama-3-70b", "seq": "2048", "host_memory": "135"}
+    assert main([*arguments(**asked), "--json", "--out", str(out)]) == 0
+    (best, *_) = json.loads(capsys.readouterr().out)["layouts"]
+    assert best["frozen"] == "host"
+    assert (best["precision"], best["state"]) == ("bf16", "drop")
+    assert best["host_bytes"] == {"frozen weights": 2 * find_model("llama-3-70b").parameters}
+    assert best["peak_bytes"] < 24 * 2**30
+    loaded = RunConfig.load(out)
+    assert loaded.precision == "bf16"
+    assert loaded.memory == MemoryConfig(frozen="host", checkpointing="layers", loss_chunk=1024)
+    assert loaded.blocks.largest == best["largest"]
+    slow = planned(capsys, **(asked | {"seq": "512", "rows": "1"}))["layouts"][0]
+    assert slow["limit"] == "host link"
+    assert slow["step_parts_seconds"]["streaming"] > slow["step_parts_seconds"]["forward"]
+
+
+def test_more_host_memory_buys_exactness(capsys: pytest.CaptureFixture[str]) -> None:
+    (best, *_) = planned(capsys, model="llama-3-70b", host_memory="1000", disk="3000")["layouts"]
+    assert (best["precision"], best["state"]) == ("bf16-exact", "host")
+    assert set(best["host_bytes"]) == {"frozen weights", "remainders", "moments"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"precision": "nf4", "moments": "8bit", "largest": "60000", "frozen": "host", "loss_chunk": "8"},
+        {"precision": "int8", "state": "drop", "checkpointing": "layers", "blocks": "2"},
+        {"precision": "bf16", "loss_chunk": "off", "checkpointing": "none"},
+    ],
+)
+def test_the_written_configuration_holds_what_was_asked_for(
+    asked: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.toml"
+    assert main([*arguments(model="gpt2", rows="4", **asked), "--out", str(out), "--json"]) == 0
+    layout = json.loads(capsys.readouterr().out)["layouts"][0]
+    loaded = RunConfig.from_mapping(read_toml(out))
+    assert loaded.precision == asked["precision"] == layout["precision"]
+    assert loaded.optimizer.moments == asked.get("moments", "fp32") == layout["moments"]
+    assert loaded.optimizer.state == asked.get("state", "host") == layout["state"]
+    assert loaded.memory.frozen == asked.get("frozen", "device") == layout["frozen"]
+    assert loaded.memory.loss_chunk == layout["loss_chunk"]
+    assert loaded.memory.checkpointing == layout["checkpointing"].replace("none", "off")
+    assert loaded.blocks.largest == layout["largest"]
+    assert loaded.batch.micro_rows == layout["micro_rows"]
+
+
+def write_run(folder: Path, *, method: str, losses: Sequence[float]) -> None:
+    """What `blocktrain compare` leaves of a run, as far as its loss goes; an evaluation every 1000 tokens."""
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    log = EventLog(folder / "events.jsonl")
+    log.append(
+        {
+            "kind": "run", "method": method, "name": folder.name, "model": "GPT-2", "parameters": 100, "unit": "tokens",
+            "tokens_per_step": 1000, "rows_per_step": 10, "optimizer": "AdamW", "precision": "fp32", "state": "drop",
+            "blocks": [{"index": 0, "first": "embedding", "last": "head", "layers": 3, "parameters": 100}],
+        }
+    )  # fmt: skip
+    for step, loss in enumerate(losses):
+        now = {"step": step, "tokens": 1000 * step, "seconds": step, "visit": 0, "block": 0}
+        log.append({"kind": "evaluation", **now, "loss": loss})
+    log.close()
+
+
+def test_a_measured_multiplier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a comparison: BCD comes down to full training's last loss with twice the tokens."""
+    write_run(tmp_path / "full", method="full", losses=(5.0, 4.0, 3.0))
+    write_run(tmp_path / "bcd", method="bcd", losses=(5.0, 4.5, 4.0, 3.5, 3.0))
+    found = planned(capsys, multiplier=str(tmp_path))
+    assert found["multiplier"]["value"] == pytest.approx(2.0)
+    assert "measured" in found["multiplier"]["source"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(arguments(multiplier=str(empty))) == 2
+    assert "no multiplier is known" in capsys.readouterr().err
 
 
 def test_dollars_follow_from_hours_price_and_multiplier(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,11 +181,11 @@ def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFix
     assert found["overflow"]["what"] == "card"
     assert found["overflow"]["part"] in ("weights", "optimizer")
     assert found["nearest_change"]["peak_bytes"] < 24 * 2**30
-    main(arguments(model="llama-3-8b"))
+    main(arguments(model="llama-3-70b"))
     text = capsys.readouterr().out
     assert "Nothing fits." in text
-    assert "its largest part is weights" in text
-    assert "It fits on 2 cards" in text
+    assert "of card, there are 23.1 GiB" in text
+    assert "It fits with 4 times the host memory and disk" in text
 
 
 @pytest.mark.parametrize(
@@ -118,6 +203,9 @@ def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFix
         ({"precision": "fp16"}, "precision 'fp16' is unknown"),
         ({"gpu": "v100", "precision": "bf16-exact"}, "has no fast bf16-exact products"),
         ({"model": "gpt2", "seq": "4096"}, "longer than the 1024 positions"),
+        ({"moments": "8bit", "loss_chunk": "some"}, "--loss-chunk must be 'auto', 'off' or a number"),
+        ({"largest": "100"}, "has 4096 parameters; allow at least that many"),
+        ({"largest": "100000000", "blocks": "3"}, "--blocks or --largest, not both"),
         ({"provider": "nobody"}, "provider 'nobody' is unknown"),
     ],
 )

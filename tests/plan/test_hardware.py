@@ -22,6 +22,7 @@ def test_every_card_and_price_has_a_source_and_a_date() -> None:
         assert origin.kind in ("published", "paper")
         assert origin.source
         assert origin.date
+        assert ("not re-checked" in origin.source) == (origin.kind == "published")
 
 
 def test_the_papers_prices() -> None:

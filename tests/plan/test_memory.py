@@ -1,15 +1,21 @@
-"""Planned peaks against a tracker's: twelve recorded ones, and live ones of small models."""
+"""Planned peaks against a tracker's: recorded ones, and live ones of small models."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from blocktrain.plan.layout import Layout, find_precision
+from blocktrain.blocks.partition import partition
+from blocktrain.optim.packing import pack
+from blocktrain.optim.precision import PRESETS
+from blocktrain.plan.layout import PRECISIONS, Layout, find_precision
 from blocktrain.plan.memory import memory
 from blocktrain.plan.presets import find_model
-from blocktrain.train.tracked import tracked_peak
+from blocktrain.plan.shapes import cut_up_to
+from blocktrain.train.tracked import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
 CASES = json.loads(TRACKED.read_text())["cases"]
@@ -22,20 +28,31 @@ def layout_of(case: dict[str, Any]) -> Layout:
         micro_rows=case["rows"],
         checkpointing="layers" if case["checkpointing"] else "none",
         cache="host" if case["cached"] else "off",
+        largest=case.get("largest"),
+        frozen=case.get("frozen", "device"),
+        moments=case.get("moments", "fp32"),
+        loss_chunk=case.get("loss_chunk"),
     )
 
 
 def test_the_recorded_cases_are_those_asked_for() -> None:
-    assert len(CASES) == 12
-    assert {case["blocks"] for case in CASES} == {1, 3, 8, 32}
+    assert len(CASES) >= 12
+    assert {case["blocks"] for case in CASES} >= {1, 3, 8, 32}
+    assert {case["precision"] for case in CASES} == set(PRECISIONS)
+    assert {case.get("frozen", "device") for case in CASES} == {"device", "host"}
+    assert {case.get("moments", "fp32") for case in CASES} == {"fp32", "8bit"}
+    assert any(case.get("largest") for case in CASES)
+    assert any(case.get("loss_chunk") for case in CASES)
     assert {case["checkpointing"] for case in CASES} == {case["cached"] for case in CASES} == {True, False}
     assert {"gpt2", "llama-3-70b"} <= {case["model"] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_peak_is_within_one_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
-    planned = memory(find_model(case["model"]), layout_of(case), seq=case["seq"])
-    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.01)
+def test_the_peak_is_within_five_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
+    planned = memory(
+        find_model(case["model"]), layout_of(case), seq=case["seq"], micro_steps=case.get("micro_steps", 1)
+    )
+    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.05)
     assert all(size >= 0 for size in planned.parts.values())
 
 
@@ -47,13 +64,40 @@ def test_the_tracker_counts_what_pytorchs_own_counts() -> None:
         assert middle == pytest.approx(case["memtracker_middle_block_bytes"], rel=0.001)
 
 
-def test_a_live_case() -> None:
-    """GPT-2 with three blocks, checkpointed, on fake tensors, now."""
-    spec = find_model("gpt2")
-    layout = Layout(blocks=3, micro_rows=2, checkpointing="layers")
-    assert memory(spec, layout, seq=256).peak == pytest.approx(
-        max(tracked_peak(spec, layout, seq=256).values()), rel=0.02
-    )
+SMALL = replace(find_model("l-1.5b"), layers=4, width=512, head_width=32, inner=1280, vocabulary=8192)
+MIXTURE = replace(find_model("mixtral-8x7b"), layers=2, width=512, heads=8, kv_heads=4, head_width=64, inner=512)
+MEANS: dict[str, dict[str, Any]] = {
+    "streamed": {"precision": find_precision("bf16-exact"), "frozen": "host", "checkpointing": "layers"},
+    "nf4, finer": {"precision": find_precision("nf4"), "largest": 1_000_000, "blocks": 21, "loss_chunk": 64},
+}
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_live_case(means: str) -> None:
+    """A small Llama in three blocks, on fake tensors, now."""
+    layout = Layout(**{"blocks": 3, "micro_rows": 2, **MEANS[means]})
+    tracked = max(tracked_peak(SMALL, layout, seq=256).values())
+    assert memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=0.05)
+
+
+def test_precisions_are_those_of_a_run() -> None:
+    """Bytes of the presets, as `optim/precision.py` has them."""
+    assert set(PRECISIONS) == set(PRESETS)
+    for name, preset in PRESETS.items():
+        planned = PRECISIONS[name]
+        assert planned.weight == preset.compute.itemsize
+        assert (planned.master > 0) == preset.has_master
+        assert (planned.remainder > 0) == preset.keeps_remainder
+        packed = pack(torch.zeros(1024, 1024, dtype=preset.compute), preset.frozen)
+        assert planned.frozen == sum(part.nbytes for part in packed.parts) / 2**20
+
+
+@pytest.mark.parametrize("largest", [600_000, 5_000_000])
+def test_finer_blocks_are_those_that_the_package_cuts(largest: int) -> None:
+    for spec in (SMALL, replace(SMALL, tied=True), replace(find_model("gpt2"), layers=3), MIXTURE):
+        cut = partition(meta_model(spec), largest=largest)
+        planned = cut_up_to(spec, largest)
+        assert [sum(piece.size for piece in block) for block in planned] == [block.num_parameters for block in cut]
 
 
 def test_every_lever_does_what_it_is_for() -> None:

@@ -10,7 +10,7 @@ from blocktrain.blocks.partition import partition
 from blocktrain.model.cost import layer_costs
 from blocktrain.model.detect import chain_of
 from blocktrain.model.flops import StepCounter
-from blocktrain.plan.layout import Layout
+from blocktrain.plan.layout import Layout, piece_of
 from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes, work
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.plan.step import step_flops
@@ -91,5 +91,5 @@ def test_a_steps_flops_are_the_counted_ones() -> None:
     model = model_of(spec)
     counter = StepCounter(model, batch())
     for block in partition(model, num_blocks=3):
-        planned = ROWS * step_flops(spec, Layout(blocks=3), SEQ, block.index)
+        planned = ROWS * step_flops(spec, Layout(blocks=3), SEQ, piece_of(spec, 3, block.index))
         assert planned == pytest.approx(counter.training(block.parameters), rel=0.03)

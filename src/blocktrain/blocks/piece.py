@@ -17,11 +17,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from blocktrain.errors import PartitionError
-from blocktrain.model.chain import Chain
+
+if TYPE_CHECKING:  # the planner cuts shapes in the same way, without PyTorch
+    from torch import nn
+
+    from blocktrain.model.chain import Chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ def _joined(units: list[Piece]) -> Iterator[Piece]:
 
 def _ranges_of_rows(unit: Piece, largest: int) -> Iterator[Piece]:
     ((name, parameter),) = unit.parameters.items()
-    rows, width = parameter.shape[0], parameter[0].numel()
+    rows, width = parameter.shape[0], parameter.numel() // parameter.shape[0]
     if width > largest:
         raise PartitionError(
             f"largest = {largest}, but a row of '{name}' has {width} parameters; allow at least that many"

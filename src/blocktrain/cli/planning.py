@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from blocktrain.cli.planview import as_json, show
-from blocktrain.errors import ConfigError, StorageError, nearest, storage_errors
+from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest, storage_errors
 from blocktrain.plan.comparison import alternatives, nearest_change
 from blocktrain.plan.configure import HEAD, toml, train_config
 from blocktrain.plan.cost import Multiplier, find_multiplier
@@ -31,6 +31,8 @@ from blocktrain.plan.hardware import (
 from blocktrain.plan.layout import METHODS, find_precision
 from blocktrain.plan.outcome import Outcome
 from blocktrain.plan.presets import find_model
+from blocktrain.plan.shapes import cut_up_to
+from blocktrain.plan.spec import ModelSpec
 from blocktrain.units import Dollars, format_bytes, parse_span, parse_tokens
 
 
@@ -95,9 +97,14 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         usd_per_hour=None if price is None else price.usd_per_hour,
         methods=_methods(options.method),
         blocks=_blocks(options.blocks, spec.layers + 2),
+        largest=_largest(options, spec),
         precision=precision,
-        checkpointing=None if options.checkpointing == "auto" else options.checkpointing,
-        cache=None if options.cache == "auto" else options.cache,
+        moments=_chosen(options.moments),
+        state=_chosen(options.state),
+        frozen=_chosen(options.frozen),
+        checkpointing=_chosen(options.checkpointing),
+        loss_chunk=_loss_chunk(options.loss_chunk),
+        cache=_chosen(options.cache),
         cards_per_node=options.gpus,
         overlap=hardware.assumed.overlap,
         cache_epochs=options.cache_epochs,
@@ -149,6 +156,34 @@ def _blocks(text: str, most: int) -> int | None:
     return int(text)
 
 
+def _chosen(text: str) -> Any:
+    return None if text == "auto" else text
+
+
+def _largest(options: argparse.Namespace, spec: ModelSpec) -> int | None:
+    if options.largest is None:
+        return None
+    if options.blocks != "auto":
+        raise ConfigError("give --blocks or --largest, not both")
+    if options.gpus * options.nodes > 1:
+        raise ConfigError("blocks cut by their size are planned on one card: leave out --gpus and --nodes")
+    try:
+        cut_up_to(spec, options.largest)
+    except PartitionError as error:
+        raise ConfigError(f"--largest: {error}") from None
+    return options.largest
+
+
+def _loss_chunk(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text == "off":
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--loss-chunk must be 'auto', 'off' or a number of tokens, not '{text}'")
+    return int(text)
+
+
 def _multiplier(text: str) -> Multiplier:
     """By name or number, or measured: the folder of a comparison holds the run folders of both methods."""
     folder = Path(text)
@@ -158,7 +193,8 @@ def _multiplier(text: str) -> Multiplier:
     from blocktrain.report.run import RunRecord
 
     runs = [RunRecord.load(path.parent) for path in sorted(folder.glob("*/run.json"))]
-    found = [item for item in multipliers(runs, [run.header.name for run in runs]) if item.value is not None]
+    measured = multipliers(runs, [run.header.name for run in runs]) if runs else []
+    found = [item for item in measured if item.value is not None]
     if not found:
         raise ConfigError(f"no run in '{folder}' came down to the loss of a full run there, so no multiplier is known")
     best = min(found, key=lambda item: item.value or 0.0)
@@ -187,7 +223,8 @@ def _verify(request: Request, best: Candidate) -> float:
 
     if best.layout.cards > 1:
         raise ConfigError("--verify follows the step of one card; plan with --gpus 1")
-    return float(max(tracked_peak(request.spec, best.layout, seq=request.seq).values()))
+    micro_steps = min(3, -(-request.rows // best.layout.micro_rows))  # a fourth is like the third
+    return float(max(tracked_peak(request.spec, best.layout, seq=request.seq, micro_steps=micro_steps).values()))
 
 
 def calibrate(options: argparse.Namespace) -> int:

@@ -8,20 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.plan.comparison import Alternative
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.outcome import Outcome, assumptions, at_multipliers, binding
-from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
+from blocktrain.plan.outcome import ABSENT, Outcome, assumptions, at_multipliers, binding, figures, money, savings, span
+from blocktrain.units import format_bytes, format_count
 
 MOST_ROWS = 8
-ABSENT = "–"
-
-
-def span(seconds: float) -> str:
-    """`span(200_000) == '2.3 d'`, `span(9000) == '2.5 h'`; as `format_seconds` below an hour."""
-    if seconds >= 2 * 86400:
-        return f"{seconds / 86400:.1f} d"
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else format_seconds(seconds)
 
 
 def show(outcome: Outcome, console: Console, verified: float | None) -> None:
@@ -36,6 +27,8 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
     if outcome.fit.candidates:
         console.print(_layouts(outcome, console.width))
         best = outcome.fit.candidates[0]
+        if savings(best) != ABSENT:
+            console.print(f"the first saves memory by: {savings(best)}", highlight=False)
         console.print(_parts(outcome, best, console.width))
         if verified is not None:
             share = best.memory.peak / verified - 1
@@ -53,11 +46,6 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def money(dollars: Dollars | None) -> str:
-    """A dash where there is no price."""
-    return ABSENT if dollars is None else str(dollars)
 
 
 def _layouts(outcome: Outcome, width: int) -> Table:
@@ -137,25 +125,11 @@ def _alternatives(outcome: Outcome) -> Table:
     for heading in ("", "cards"):
         table.add_column(heading, no_wrap=True)
     for heading in ("memory", "step", "time", "cost", "BCD cheaper up to"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for item in outcome.alternatives:
         up_to = "" if item.candidate is not None else "up to "
-        table.add_row(item.label, f"{up_to}{item.cards} x {item.card}", *_figures(item))
+        table.add_row(item.label, f"{up_to}{item.cards} {item.card}", *figures(item))
     return table
-
-
-def _figures(item: Alternative) -> tuple[str, ...]:
-    found = item.candidate
-    if found is None:
-        return ("does not fit", "", "", "", "")
-    even = ABSENT if item.break_even is None else f"B-F {item.break_even:.2f}"
-    return (
-        format_bytes(found.memory.peak),
-        f"{found.step.seconds:.3g} s",
-        span(found.seconds),
-        money(found.dollars),
-        even,
-    )
 
 
 def _nothing_fits(outcome: Outcome, console: Console) -> None:
@@ -221,6 +195,11 @@ def _candidate_json(outcome: Outcome, item: Candidate) -> dict[str, Any]:
         "blocks": layout.blocks,
         "precision": layout.precision.name,
         "micro_rows": layout.micro_rows,
+        "largest": layout.largest,
+        "moments": layout.moments,
+        "state": layout.state,
+        "frozen": layout.frozen,
+        "loss_chunk": layout.loss_chunk,
         "checkpointing": layout.checkpointing,
         "cache": layout.cache,
         "data": layout.data,

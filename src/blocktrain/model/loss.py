@@ -227,8 +227,8 @@ class _ChunkedSum(torch.autograd.Function):
                 gradients = list(torch.autograd.grad(loss, inputs))
                 if of_hidden is not None:
                     of_hidden[part] = gradients.pop(0)
-                for total, gradient in zip(of_trained, gradients, strict=True):
-                    total.add_(gradient)
+                for total in of_trained:
+                    total.add_(gradients.pop(0))  # which is then gone: the next chunk makes its own
         kept = [total.to(parameter.dtype) for total, parameter in zip(of_trained, trained, strict=True)]
         ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *kept)
         return torch.stack(losses).sum()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 def put_away(parameter: nn.Parameter, parts: tuple[Tensor, ...]) -> None:
     """Free the memory of `parameter`, whose value `parts` hold from now on."""
-    nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    nan = parameter.data.new_full((), torch.nan)
     parameter.data = nan.expand(parameter.shape)
     setattr(parameter, "_stored_as", parts)  # noqa: B010 - parameters have no such attribute to a type checker
 

@@ -66,13 +66,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def _fresh(parameter: Tensor) -> dict[str, Any]:
     if parameter.numel() < SMALLEST:
-        zeros = (torch.zeros(parameter.shape, device=parameter.device) for _ in range(2))
+        zeros = (parameter.data.new_zeros(parameter.shape, dtype=torch.float32) for _ in range(2))
         return {"step": 0, **dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))}
     groups = -(-parameter.numel() // GROUP)
     state: dict[str, Any] = {"step": 0}
     for name, values in (("exp_avg", _signed()), ("exp_avg_sq", _unsigned())):
-        state[name] = torch.full(parameter.shape, values.index(0.0), dtype=torch.uint8, device=parameter.device)
-        state[name + "_scale"] = torch.zeros(groups, device=parameter.device)
+        state[name] = parameter.data.new_full(parameter.shape, values.index(0.0), dtype=torch.uint8)
+        state[name + "_scale"] = parameter.data.new_zeros(groups, dtype=torch.float32)
     return state
 
 

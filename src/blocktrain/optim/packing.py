@@ -108,7 +108,7 @@ def _unpack_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.d
         return weight.view(-1)[: shape.numel()].view(shape)
     values = torch.tensor(NF4_VALUES, device=codes.device)
     pairs = torch.cartesian_prod(values, values)  # (256, 2): what each byte stands for
-    weight = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
+    weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
     for start, end in _chunks(weight.numel()):
         found = pairs[codes[start // 2 : end // 2].int()].view(-1, NF4_GROUP)
         found *= scales[start // NF4_GROUP : end // NF4_GROUP].unsqueeze(1)

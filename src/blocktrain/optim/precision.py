@@ -35,6 +35,7 @@ Moments = Literal["fp32", "8bit"]
 class Precision:
     """Formats of a run's tensors.
 
+    name: of the preset, as a configuration gives it.
     frozen: of frozen blocks' matrices; their norms and biases stay in `compute`.
     compute: of the active block's weights and of all activations.
     master: of the copy that the optimizer moves; None where it moves the weights themselves.
@@ -87,6 +88,7 @@ def preset(name: str) -> Precision:
 
 
 # Scalars split or joined at a time: what is in between takes 4 to 8 bytes each, and a block's matrix can be large.
+# (Tensors are made by `new_empty`: of a weight without memory it makes one without memory.)
 _AT_A_TIME = 2**22
 
 
@@ -96,7 +98,7 @@ def half(master: Tensor) -> Tensor:
     Rounds half up: unbiased to 3e-6, where truncation, as exact, would shrink every weight by 0.3 %. A NaN stays one:
     rounding would carry 0x7fffffff, the NaN that GPUs make, into -0.0.
     """
-    upper = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+    upper = master.new_empty(master.shape, dtype=torch.bfloat16)
     for part, into in zip(_pieces(master), _pieces(upper), strict=True):
         bits = part.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
         into.copy_(bits.to(torch.int16).view(torch.bfloat16).masked_fill_(part.isnan(), torch.nan))
@@ -106,7 +108,7 @@ def half(master: Tensor) -> Tensor:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 of any shape -> (bf16 half, int16 remainder) of the same shape."""
     upper = half(master)
-    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    remainder = master.new_empty(master.shape, dtype=torch.int16)
     for part, high, into in zip(_pieces(master), _pieces(upper), _pieces(remainder), strict=True):
         into.copy_(part.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16))
     return upper, remainder
@@ -114,7 +116,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(upper: Tensor, remainder: Tensor) -> Tensor:
     """(bf16 half, int16 remainder) -> the fp32 master they were split from, bit for bit (a NaN: as some NaN)."""
-    master = torch.empty(upper.shape, dtype=torch.float32, device=upper.device)
+    master = upper.new_empty(upper.shape, dtype=torch.float32)
     for high, low, into in zip(_pieces(upper), _pieces(remainder), _pieces(master), strict=True):
         bits = into.view(torch.int32)
         bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from blocktrain.plan.cost import break_even
 from blocktrain.plan.fit import Candidate, Fit, Request, fit
 from blocktrain.plan.hardware import GIB, THIS_MACHINE, Hardware, achievable
+from blocktrain.plan.layout import PRECISIONS
 
 CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 ELSEWHERE = ("a100-80", "a800", "h100")
@@ -48,11 +49,15 @@ def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -
 
 
 def _asked(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]]:
-    free = replace(request, blocks=None, cache="off", budget=None, deadline=None)
+    packed = request.precision is not None and PRECISIONS[request.precision].packed
+    free = replace(
+        request, blocks=None, largest=None, frozen=None, precision=None if packed else request.precision, cache="off",
+        budget=None, deadline=None,
+    )  # fmt: skip
     yield "full-parameter", replace(free, methods=("full",), sharded=False)
     if request.cards > 1:
         yield "full, sharded (FSDP)", replace(free, methods=("full",), sharded=True, most_stages=1)
-    yield "full, optimizer on the host", replace(free, methods=("offload",), most_stages=1)
+    yield "full, host optimizer", replace(free, methods=("offload",), most_stages=1)
     if request.card == THIS_MACHINE:
         return
     for name in ELSEWHERE:
@@ -106,17 +111,20 @@ def _relaxed(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reques
         yield "in another precision", replace(request, precision=None)
     if request.blocks is not None:
         yield "with more blocks", replace(request, blocks=None)
-    free = replace(request, checkpointing=None, precision=None, blocks=None)
-    yield "with checkpointing, precision and blocks left free", free
+    free = replace(
+        request, checkpointing=None, precision=None, blocks=None, largest=None, moments=None, state=None, frozen=None,
+        loss_chunk=None,
+    )  # fmt: skip
+    yield "with everything about blocks, precision and memory left free", free
     if "bcd" not in request.methods:
         yield "in blocks (--method bcd)", replace(free, methods=("bcd",))
+    room = request.room
+    for factor in (2, 4):
+        more = replace(room, host=room.host * factor, disk=room.disk * factor)
+        yield f"with {factor} times the host memory and disk", replace(free, room=more)
     for factor in (2, 4, 8, 16):
         if request.cards * factor <= request.rows and request.card != THIS_MACHINE:
             yield f"on {request.cards * factor} cards", replace(free, cards=request.cards * factor)
-    room = request.room
-    for factor in (2, 4, 8):
-        more = replace(room, host=room.host * factor, disk=room.disk * factor)
-        yield f"with {factor} times the host memory and disk", replace(free, room=more)
     for card in sorted(hardware.cards.values(), key=lambda card: card.memory_gib):
         larger = (card.memory_gib - hardware.assumed.reserve_gib) * GIB
         if larger > room.card and request.card != THIS_MACHINE:

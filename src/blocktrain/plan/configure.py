@@ -7,6 +7,7 @@ from typing import Any
 
 from blocktrain.errors import ConfigError
 from blocktrain.plan.fit import Candidate, Request
+from blocktrain.plan.layout import Layout
 
 HEAD = """# Written by `blocktrain plan`. {model} in {blocks} blocks on one {card}:
 # {peak} of device memory at the peak, {step} a step, planned.
@@ -19,7 +20,6 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
     layout, spec = chosen.layout, request.spec
     lacking = [
         (layout.cards > 1, "more than one card; plan with --gpus 1"),
-        (layout.checkpointing != "none", "activation checkpointing; plan with --checkpointing none"),
         (layout.method == "offload", "an optimizer on the host; plan with --method bcd"),
     ]
     for lacks, what in lacking:
@@ -32,7 +32,7 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
         "precision": layout.precision.name,
         "text": {"source": "stdlib", "tokenizer": "bytes", "row_tokens": request.seq},
         "model": {"architecture": spec.architecture, "config": spec.settings()},
-        "blocks": {"count": layout.blocks},
+        "blocks": {"count": layout.blocks} if layout.largest is None else {"largest": layout.largest},
         "schedule": {"order": "ascending", "visit": f"{chosen.visit_steps} steps"},
         "stop": {"duration": f"{chosen.steps} steps"},
         "prefix": {"store": {"off": "off", "device": "device", "host": "host", "disk": "file"}[layout.cache]},
@@ -40,10 +40,12 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
             "name": "AdamW",
             "lr": 1e-4,
             "weight_decay": 0.01,
-            "state": "host" if layout.blocks > 1 else "drop",
+            "state": layout.state if layout.blocks > 1 else "drop",
+            "moments": layout.moments,
             "max_grad_norm": 1.0,
-            "options": {"fused": True},
+            "options": {"fused": True} if layout.moments == "fp32" else {},
         },
+        "memory": _memory(layout),
         "learning_rate": {"shape": "cosine", "warmup_steps": max(1, min(100, chosen.steps // 10)), "final": 0.1},
         "batch": {"rows": rows, "micro_rows": layout.micro_rows},
         "evaluation": {"every": f"{max(1, min(500, chosen.steps))} steps"},
@@ -53,6 +55,14 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
         values["sampling"] = {"scope": "sweep", "rate": _rate(request, chosen)}
         values["schedule"]["visit"] = f"{request.cache_epochs} epochs"
     return values
+
+
+def _memory(layout: Layout) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "frozen": layout.frozen,
+        "checkpointing": "layers" if layout.checkpointing == "layers" else "off",
+    }
+    return values if layout.loss_chunk is None else values | {"loss_chunk": layout.loss_chunk}
 
 
 def _rate(request: Request, chosen: Candidate) -> float:

@@ -1,7 +1,10 @@
 """The search: every sensible layout, whether it fits, what it takes; the cheapest first.
 
-For each way to spread over the cards, block count, precision and checkpointing, the largest micro-batch that fits is
-taken: smaller ones are not faster. Checkpointing is tried where it buys a larger micro-batch than a few rows.
+For each way to spread over the cards, block count and precision the largest micro-batch that fits is taken: smaller
+ones are not faster. A loss in chunks and checkpointing are tried where they buy a larger one than a few rows.
+
+What costs time or exactness wherever it is used comes last, when nothing else fits: frozen weights streamed from the
+host, moments in 8 bits or dropped, masters rebuilt from bf16, blocks smaller than a layer.
 """
 
 from __future__ import annotations
@@ -9,16 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from itertools import product
 
 from blocktrain.plan.cost import SAME_TOKENS, Multiplier, price_of
 from blocktrain.plan.hardware import GIB, Rates
-from blocktrain.plan.layout import PRECISIONS, Checkpointing, Layout, Method, Precision, Tier
-from blocktrain.plan.memory import Memory, memory
+from blocktrain.plan.layout import (
+    PRECISIONS,
+    Checkpointing,
+    Layout,
+    Method,
+    Moments,
+    Place,
+    Precision,
+    State,
+    Tier,
+)
+from blocktrain.plan.memory import Memory, host_parts, memory
+from blocktrain.plan.shapes import cut_up_to, widest_row
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.plan.step import Setting, StepTime, step_time
 from blocktrain.units import Dollars
 
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+FINER = (1, 3)  # blocks of a layer's size, and of a third of it, when nothing larger fits
+CHUNK = 1024  # tokens of a loss in chunks
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 ENOUGH_ROWS = 4  # in a micro-batch: beyond, kernels are large enough
 MOST_ROWS = 64
@@ -56,8 +73,13 @@ class Request:
     usd_per_hour: Decimal | None = None
     methods: tuple[Method, ...] = ("bcd",)
     blocks: int | None = None  # None: any
+    largest: int | None = None  # None: blocks by their number
     precision: str | None = None
+    moments: Moments | None = None
+    state: State | None = None
+    frozen: Place | None = None
     checkpointing: Checkpointing | None = None
+    loss_chunk: int | None = None  # 0: the whole loss at once
     cache: Tier | None = None
     sharded: bool | None = None  # FSDP2 over all data-parallel ranks; None: with and without
     most_stages: int = 32  # of a pipeline
@@ -100,7 +122,7 @@ class Candidate:
     def rank(self) -> tuple[float, ...]:
         """Smaller is better: within the limits, then cheap, then fast, then simple."""
         cost = float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
-        return (len(self.exceeded), cost, self.seconds, self.layout.pipeline + self.layout.shards)
+        return (len(self.exceeded), cost, self.seconds, self.layout.losses, self.layout.pipeline + self.layout.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +139,7 @@ class Overflow:
     @property
     def ratio(self) -> float:
         """How far from fitting; 1 would."""
-        return self.need / max(self.there, 1.0)
+        return self.need / self.there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +152,25 @@ class Fit:
 
 def fit(request: Request) -> Fit:
     """Search all layouts of `request`."""
+    usual = _fit(request, layouts(request))
+    if usual.candidates or "bcd" not in request.methods:
+        return usual
+    saving = _fit(request, saving_layouts(request))
+    if saving.candidates or usual.overflow is None:
+        return saving
+    return saving if saving.overflow is not None and saving.overflow.ratio < usual.overflow.ratio else usual
+
+
+def _fit(request: Request, tried: Iterator[Layout]) -> Fit:
     found: list[Candidate] = []
     nearest: Overflow | None = None
-    roomy: set[Layout] = set()  # fit without checkpointing, a few rows at a time
-    for layout in layouts(request):
-        if layout.checkpointing == "layers" and replace(layout, checkpointing="none") in roomy:
+    roomy: set[Layout] = set()  # fit as they are, a few rows at a time
+    for layout in tried:
+        plain = replace(layout, checkpointing="none", loss_chunk=None)
+        if layout != plain and plain in roomy:
+            continue
+        host = sum(host_parts(request.spec, layout).values()) / request.room.host
+        if host > 1 and nearest is not None and nearest.ratio <= host:
             continue
         sized, peak = _largest_micro_batch(request, layout)
         missing = _missing(request, sized, peak)
@@ -142,7 +178,7 @@ def fit(request: Request) -> Fit:
             nearest = missing if nearest is None or missing.ratio < nearest.ratio else nearest
             continue
         if sized.micro_rows >= ENOUGH_ROWS:
-            roomy.add(layout)
+            roomy.add(plain)
         found += [candidate(request, tiered, peak) for tiered in _tiers(request, sized, peak)]
     best: dict[tuple[object, ...], Candidate] = {}
     for item in sorted(found, key=lambda item: item.rank):
@@ -152,29 +188,87 @@ def fit(request: Request) -> Fit:
 
 def layouts(request: Request) -> Iterator[Layout]:
     """All but the micro-batch and the cache: see `_largest_micro_batch` and `_tiers`."""
+    if request.frozen == "host" or request.largest is not None:
+        return
     for method in request.methods:
-        for precision in _precisions(request):
+        for precision in _precisions(request, method):
             for pipeline in (p for p in STAGES if request.cards % p == 0 and p <= request.most_stages):
                 data = request.cards // pipeline
-                if data > request.rows or pipeline > request.spec.layers:
+                if data > request.rows or pipeline > request.spec.layers or (precision.packed and pipeline > 1):
                     continue
                 for shards in _shards(request, method, data):
-                    for blocks in _blocks(request, method, pipeline):
-                        for checkpointing in _checkpointings(request):
-                            yield Layout(
-                                method=method,
-                                blocks=blocks,
-                                precision=precision,
-                                checkpointing=checkpointing,
-                                data=data,
-                                pipeline=pipeline,
-                                shards=shards,
-                            )
+                    if precision.packed and shards > 1:
+                        continue
+                    for blocks, (checkpointing, chunk) in product(_blocks(request, method, pipeline), _thrift(request)):
+                        yield Layout(
+                            method=method,
+                            blocks=blocks,
+                            precision=precision,
+                            moments=request.moments or "fp32",
+                            state=request.state or "host",
+                            checkpointing=checkpointing,
+                            loss_chunk=chunk,
+                            data=data,
+                            pipeline=pipeline,
+                            shards=shards,
+                        )
 
 
-def _precisions(request: Request) -> list[Precision]:
+def saving_layouts(request: Request) -> Iterator[Layout]:
+    """Those that save memory at any price, for when nothing else fits; each card holds the whole model or streams it.
+
+    Checkpointing belongs to streaming: without it autograd keeps what was fetched.
+    """
+    if request.rows < request.cards or request.sharded:
+        return
+    cuts: list[tuple[int, int | None]] = [(count, None) for count in _blocks(request, "bcd", 1) if count > 1]
+    if request.blocks is None:
+        narrowest = widest_row(request.spec)
+        sizes = [max(request.spec.layer_parameters // parts, narrowest) for parts in FINER]
+        if request.largest is not None:
+            sizes, cuts = [request.largest], []
+        cuts += [(len(cut_up_to(request.spec, size)), size) for size in sizes]
+    precisions = [
+        precision
+        for precision in PRECISIONS.values()
+        if precision.weight in request.rates.matmul_flops and request.precision in (None, precision.name)
+    ]
+    places: list[Place] = ["device", "host"] if request.frozen is None else [request.frozen]
+    moments: list[Moments] = ["fp32", "8bit"] if request.moments is None else [request.moments]
+    states: list[State] = ["host", "drop"] if request.state is None else [request.state]
+    for (blocks, largest), precision, place, kept, state in product(cuts, precisions, places, moments, states):
+        yield Layout(
+            blocks=blocks,
+            largest=largest,
+            precision=precision,
+            moments=kept,
+            frozen=place,
+            state=state,
+            checkpointing=request.checkpointing or "layers",
+            loss_chunk=CHUNK if request.loss_chunk is None else request.loss_chunk or None,
+            data=request.cards,
+        )
+
+
+def _precisions(request: Request, method: Method) -> list[Precision]:
+    """Those that lose updates only where they are asked for by name; packed ones where something is frozen."""
     known = [precision for precision in PRECISIONS.values() if precision.weight in request.rates.matmul_flops]
-    return [precision for precision in known if request.precision in (None, precision.name)]
+    if method != "bcd":
+        known = [precision for precision in known if not precision.packed]
+    if request.precision is not None:
+        return [precision for precision in known if precision.name == request.precision]
+    most = 1 if method == "bcd" else 0
+    return [precision for precision in known if precision.loses <= most]
+
+
+def _thrift(request: Request) -> list[tuple[Checkpointing, int | None]]:
+    """(checkpointing, loss in chunks), what saves least first."""
+    ways: list[tuple[Checkpointing, int | None]] = [("none", None), ("none", CHUNK), ("layers", CHUNK)]
+    if request.loss_chunk is not None:
+        ways = [(checkpointing, request.loss_chunk or None) for checkpointing in ("none", "layers")]
+    if request.checkpointing is not None:
+        ways = [(request.checkpointing, chunk) for _, chunk in ways]
+    return list(dict.fromkeys(ways))
 
 
 def _shards(request: Request, method: Method, data: int) -> list[int]:
@@ -192,21 +286,22 @@ def _blocks(request: Request, method: Method, pipeline: int) -> list[int]:
     return [count for count in BLOCK_COUNTS if count <= most]
 
 
-def _checkpointings(request: Request) -> list[Checkpointing]:
-    return ["none", "layers"] if request.checkpointing is None else [request.checkpointing]
-
-
 def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memory]:
     """The largest power of two rows at a time that fits, at least one, whether that fits or not."""
     rank_rows = max(1, request.rows // layout.data)
-    rows = 1 << (min(rank_rows, MOST_ROWS).bit_length() - 1)
+    found: tuple[Layout, Memory] | None = None
+    rows = 1
     while True:
         sized = replace(layout, micro_rows=rows)
         micro_steps = -(-rank_rows // rows)
-        peak = memory(request.spec, sized, seq=request.seq, in_flight=min(layout.pipeline, micro_steps))
-        if rows == 1 or request.room.holds(peak.peak):
-            return sized, peak
-        rows //= 2
+        in_flight = min(layout.pipeline, micro_steps)
+        peak = memory(request.spec, sized, seq=request.seq, in_flight=in_flight, micro_steps=micro_steps)
+        fits = request.room.holds(peak.peak)
+        if found is None or fits:
+            found = sized, peak
+        rows *= 2
+        if not fits or rows > min(rank_rows, MOST_ROWS):
+            return found
 
 
 def _missing(request: Request, layout: Layout, peak: Memory) -> Overflow | None:

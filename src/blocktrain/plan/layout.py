@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from blocktrain.blocks.piece import Piece as Cut
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.plan.shapes import cut_up_to
 from blocktrain.plan.spec import ModelSpec
 
 Method = Literal["bcd", "full", "offload"]
 METHODS: tuple[Method, ...] = ("bcd", "full", "offload")
 Checkpointing = Literal["none", "layers"]
 Tier = Literal["off", "device", "host", "disk"]
+Place = Literal["device", "host"]
+State = Literal["drop", "host"]
+Moments = Literal["fp32", "8bit"]
 Role = Literal["absent", "frozen", "active"]
+MOMENT_BYTES: dict[Moments, float] = {"fp32": 8.0, "8bit": 2 * (1 + 4 / 256)}  # both of AdamW; optim/adamw8bit.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of a scalar, by what it is. `docs/decisions/0004-fp32-and-bf16-exact.md` says what the second is."""
+    """Bytes of a scalar, by what it is; the presets of `optim/precision.py`, in numbers."""
 
     name: str
-    weight: int  # also the compute dtype's
+    weight: int  # of an active parameter; also the compute dtype's
+    frozen: float  # of a frozen matrix at rest: optim/packing.py
     master: int  # beside the weight, of active parameters
-    gradient: int
-    moments: int  # both of AdamW
-    host: int  # of every parameter, in host memory: what the weights leave out of their masters
-    updating: int  # while one parameter is written back after its step
+    gradient: int  # of one micro-batch
+    summed: int  # of several
+    remainder: int  # of every parameter, in host memory: what the weights leave out of their masters
+    unpacking: float = 0.0  # moved to compute one weight from its packed form, in plain PyTorch
+    loses: int = 0  # 0: nothing; 1: frozen weights are rounded; 2: updates smaller than bf16 resolves, too
+
+    @property
+    def packed(self) -> bool:
+        """Whether frozen matrices rest in another form than they are computed with."""
+        return self.frozen != self.weight
 
 
-FP32 = Precision(name="fp32", weight=4, master=0, gradient=4, moments=8, host=0, updating=0)
-# Writing back: the master's bits (int32), the half (int16), a mask (bool): see optim/precision.py, `half`.
-BF16_EXACT = Precision(name="bf16-exact", weight=2, master=4, gradient=4, moments=8, host=2, updating=7)
-PRECISIONS = {precision.name: precision for precision in (FP32, BF16_EXACT)}
+FP32 = Precision(name="fp32", weight=4, frozen=4, master=0, gradient=4, summed=4, remainder=0)
+BF16_EXACT = Precision(name="bf16-exact", weight=2, frozen=2, master=4, gradient=2, summed=4, remainder=2)
+INT8 = replace(BF16_EXACT, name="int8", frozen=1 + 2 / 128, unpacking=7.0, loses=1)
+NF4 = replace(BF16_EXACT, name="nf4", frozen=0.5 + 2 / 64, unpacking=22.5, loses=1)
+BF16 = replace(BF16_EXACT, name="bf16", remainder=0, loses=2)
+PRECISIONS = {precision.name: precision for precision in (FP32, BF16_EXACT, INT8, NF4, BF16)}
 
 
 def find_precision(name: str) -> Precision:
@@ -48,13 +65,22 @@ class Layout:
 
     Under a pipeline each stage holds a contiguous piece of the layers, and a block is the union of one piece of each
     stage (the paper's Figure 2), so that every card always has something active.
+
+    largest: blocks are cut by their size instead of their number (`blocks/piece.py`), smaller than a layer where that
+        is asked for; `blocks` is then how many this makes.
+    frozen, state, loss_chunk: as `[memory]` and `[optimizer]` of a run take them.
     """
 
     method: Method = "bcd"
     blocks: int = 3
+    largest: int | None = None
     precision: Precision = FP32
+    moments: Moments = "fp32"
+    frozen: Place = "device"
+    state: State = "host"
     micro_rows: int = 1  # sequences at a time on one data-parallel rank
     checkpointing: Checkpointing = "none"
+    loss_chunk: int | None = None
     cache: Tier = "off"
     data: int = 1
     pipeline: int = 1
@@ -68,11 +94,46 @@ class Layout:
         for key in ("blocks", "micro_rows", "data", "pipeline", "shards"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
+        if self.largest is not None and self.pipeline > 1:
+            raise ConfigError("blocks cut by their size are planned without a pipeline")
 
     @property
     def cards(self) -> int:
         """GPUs it runs on."""
         return self.data * self.pipeline
+
+    @property
+    def rests(self) -> bool:
+        """Whether frozen matrices are woken for each run of their layer (`optim/resting.py`)."""
+        return self.precision.packed or self.frozen == "host"
+
+    @property
+    def losses(self) -> int:
+        """What it gives up against exact training, for a choice between layouts that cost the same."""
+        rounded = self.precision.loses if self.method == "bcd" and self.blocks > 1 else 0
+        return 2 * rounded + (self.state == "drop" and self.blocks > 1) + (self.moments == "8bit")
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of an active scalar."""
+        return MOMENT_BYTES[self.moments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """Scalars that a block owns, by where, and of what they are made."""
+
+    embedding: int = 0
+    layers: int = 0
+    head: int = 0
+    awake: int = 0  # of all parameters that it owns something of
+    cut: int = 0  # of the largest parameter of which it owns some rows only
+    largest: int = 0  # that it owns of one parameter
+
+    @property
+    def scalars(self) -> int:
+        """All."""
+        return self.embedding + self.layers + self.head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +145,15 @@ class Piece:
     tail: int
     embedding: Role
     head: Role
+    owned: Owned
+
+
+def trains_projection(spec: ModelSpec, piece: Piece) -> bool:
+    """Whether the output projection has a gradient: it is in the block, or some of its rows are."""
+    if spec.tied:
+        return piece.head != "absent" and piece.embedding == "active"
+    norm = 2 * spec.width
+    return piece.owned.head > norm
 
 
 @lru_cache(maxsize=65536)
@@ -92,22 +162,81 @@ def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = Non
     chain = stage if stage is not None else range(spec.layers + 2)
     cuts = cut_evenly(spec, chain, min(blocks, len(chain)))
     active = cuts[min(block, len(cuts) - 1)]
+    inside = len(_inner(spec, active))
+    embedding = spec.embedding_parameters if 0 in active else 0
+    head = spec.head_parameters if spec.layers + 1 in active else 0
+    outer = bool(embedding) or bool(head and not spec.tied)
+    owned = Owned(
+        embedding=embedding,
+        layers=inside * spec.layer_parameters,
+        head=head,
+        awake=embedding + head + inside * spec.layer_parameters,
+        largest=max(spec.vocabulary * spec.width if outer else spec.width, spec.largest_of_layer if inside else 0),
+    )
+    return _piece(spec, chain, active, owned)
 
+
+def _piece(spec: ModelSpec, chain: range, active: range, owned: Owned) -> Piece:
     def role(index: int) -> Role:
         return "active" if index in active else "frozen" if index in chain else "absent"
 
-    def inner(part: range) -> int:
-        return len(range(max(part.start, 1), min(part.stop, spec.layers + 1)))
-
-    below, above = inner(range(chain.start, active.start)), inner(range(active.stop, chain.stop))
+    below, above = (
+        len(_inner(spec, part)) for part in (range(chain.start, active.start), range(active.stop, chain.stop))
+    )
     first_stage = chain.start == 0  # on the others, gradients pass through the layers below the active ones, too
     return Piece(
         prefix=below if first_stage else 0,
-        active=inner(active),
+        active=len(_inner(spec, active)),
         tail=above if first_stage else below + above,
         embedding=role(0),
         head=role(spec.layers + 1),
+        owned=owned,
     )
+
+
+def _inner(spec: ModelSpec, part: range) -> range:
+    """The transformer layers of a part of the chain."""
+    return range(max(part.start, 1), min(part.stop, spec.layers + 1))
+
+
+@lru_cache(maxsize=256)
+def _pieces_up_to(spec: ModelSpec, largest: int) -> tuple[Piece, ...]:
+    """Of each visit to the blocks that `largest` makes."""
+    return tuple(
+        _piece(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), _owned(spec, cut))
+        for cut in cut_up_to(spec, largest)
+    )
+
+
+def _owned(spec: ModelSpec, cut: Sequence[Cut]) -> Owned:
+    places = {0: "embedding", spec.layers + 1: "head"}
+    sizes = {"embedding": 0, "layers": 0, "head": 0}
+    of_parameter: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for piece in cut:
+        sizes[places.get(piece.layer, "layers")] += piece.size
+        for name, parameter in piece.parameters.items():
+            whole[name] = parameter.numel()
+            of_parameter[name] = of_parameter.get(name, 0) + (piece.size if piece.rows else parameter.numel())
+    return Owned(
+        **sizes,
+        awake=sum(whole.values()),
+        cut=max((whole[name] for name, mine in of_parameter.items() if mine < whole[name]), default=0),
+        largest=max(of_parameter.values()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def visits(
+    spec: ModelSpec, blocks: int, pipeline: int, largest: int | None
+) -> tuple[tuple[tuple[Piece, ...], int], ...]:
+    """What the stages see in a visit, and in how many visits of a sweep they see it."""
+    if largest is not None:
+        counted = Counter((piece,) for piece in _pieces_up_to(spec, largest))
+    else:
+        stages = cut_evenly(spec, range(spec.layers + 2), pipeline)
+        counted = Counter(tuple(piece_of(spec, blocks, block, stage) for stage in stages) for block in range(blocks))
+    return tuple(counted.items())
 
 
 @lru_cache(maxsize=4096)
@@ -144,12 +273,14 @@ def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in zip([chain.start, *stops], [*stops, chain.stop], strict=True))
 
 
-def pieces(spec: ModelSpec, blocks: int, pipeline: int = 1) -> tuple[Piece, ...]:
-    """What a card may see, over all visits and stages; pieces that are alike are listed once."""
-    stages = cut_evenly(spec, range(spec.layers + 2), pipeline)
-    return _pieces(spec, blocks, stages)
-
-
 @lru_cache(maxsize=4096)
-def _pieces(spec: ModelSpec, blocks: int, stages: tuple[range, ...]) -> tuple[Piece, ...]:
-    return tuple(dict.fromkeys(piece_of(spec, blocks, block, stage) for stage in stages for block in range(blocks)))
+def worst_pieces(spec: ModelSpec, blocks: int, pipeline: int, largest: int | None) -> tuple[Piece, ...]:
+    """What a card may see, over all visits and stages. Of those that differ in the layers around the active ones alone
+    those with most above and with most below are enough: memory grows with either."""
+    alike: dict[tuple[object, ...], list[Piece]] = {}
+    for stages, _ in visits(spec, blocks, pipeline, largest):
+        for piece in stages:
+            kind = (piece.active, piece.prefix + piece.tail, piece.embedding, piece.head, piece.owned)
+            alike.setdefault(kind, []).append(piece)
+    ends = (lambda piece: piece.tail), (lambda piece: piece.prefix)
+    return tuple(dict.fromkeys(max(group, key=end) for group in alike.values() for end in ends))

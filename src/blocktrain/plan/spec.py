@@ -118,6 +118,21 @@ class ModelSpec:
         experts = self.experts * 2 if self.experts > 1 else 1
         return max(self.vocabulary * self.width, experts * self.width * self.inner)
 
+    @cached_property
+    def largest_of_layer(self) -> int:
+        """Scalars of the largest single tensor of a transformer layer."""
+        matrix = self.width * self.inner * (2 * self.experts if self.experts > 1 else 1)
+        return max(matrix, self.width * self.query_width * (3 if self.family == "gpt2" else 1))
+
+    @cached_property
+    def matrices_of_layer(self) -> int:
+        """Scalars of a transformer layer that are in matrices; the rest, norms and biases, never rests."""
+        d, inner = self.width, self.inner
+        if self.family == "gpt2":
+            return 4 * d * d + 2 * d * inner
+        router = d * self.experts if self.experts > 1 else 0
+        return 2 * d * (self.query_width + self.kv_width) + router + self.experts * 3 * d * inner
+
     def settings(self) -> dict[str, Any]:
         """What the architecture's configuration class in transformers is called with; no dropout."""
         if self.family == "gpt2":

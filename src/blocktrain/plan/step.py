@@ -6,25 +6,31 @@
     update             active parameters / rate of a fused AdamW
     pipeline           p - 1 of m + p - 1 turns are idle (GPipe, 1F1B)
     communication      ring all-reduce of the active gradients; FSDP2's gathers of all weights; a part of it hides
+    unpacking          packed frozen weights, for each run of their layer, in plain PyTorch
+    streaming          frozen weights over the host link, one layer ahead: what is longer than the layer before takes
 
 Averaged over the visits of a sweep. Reading a prefix cache hides behind the step, and costs what is longer than it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from blocktrain.plan.hardware import Rates
-from blocktrain.plan.layout import Layout, Piece, cut_evenly, piece_of
+from blocktrain.plan.layout import Layout, Piece, trains_projection, visits
 from blocktrain.plan.memory import parameters_of
 from blocktrain.plan.operations import Work, head_operations, layer_operations, loss_operations, work
 from blocktrain.plan.spec import ModelSpec
 
-PARTS = ("forward", "backward", "recompute", "update", "bubble", "communication", "offload", "cache")
+PARTS = (
+    *("forward", "backward", "recompute", "unpacking", "streaming"),
+    *("update", "bubble", "communication", "offload", "cache"),
+)
 LOSS_BACKWARD = 2.0  # elementwise bytes of a backward pass over those of the forward pass
 WRITE_BACK_BYTES = 20  # of a bf16-exact scalar after its step, see optim/precision.py, `half`
+UPDATE_8BIT_BYTES = 190  # read and written for a scalar in plain PyTorch, by the operations in optim/adamw8bit.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,46 +75,49 @@ def _works(spec: ModelSpec, dtype: int, seq: int) -> tuple[Work, Work, Work]:
 
 def step_time(spec: ModelSpec, layout: Layout, setting: Setting) -> StepTime:
     """Seconds of one optimizer step over `setting.rows` rows."""
-    stages = cut_evenly(spec, range(spec.layers + 2), layout.pipeline)
-    rank_rows = -(-setting.rows // layout.data)
-    micro_steps = -(-rank_rows // layout.micro_rows)
-    visits = [
-        _visit(spec, layout, setting, stages, block=index, micro_steps=micro_steps) for index in range(layout.blocks)
-    ]
-    parts = {part: sum(visit[part] for visit in visits) / len(visits) for part in PARTS}
-    flops = sum(step_flops(spec, layout, setting.seq, index) for index in range(layout.blocks)) / layout.blocks
-    return StepTime(parts=parts, flops=flops * setting.rows)
+    parts, flops, count = dict.fromkeys(PARTS, 0.0), 0.0, 0
+    for stages, times in visits(spec, layout.blocks, layout.pipeline, layout.largest):
+        visit = _visit(spec, layout, setting, stages)
+        for part in PARTS:
+            parts[part] += times * visit[part]
+        flops += times * sum(step_flops(spec, layout, setting.seq, piece) for piece in stages)
+        count += times
+    return StepTime(
+        parts={part: seconds / count for part, seconds in parts.items()}, flops=flops / count * setting.rows
+    )
 
 
-def step_flops(spec: ModelSpec, layout: Layout, seq: int, block: int) -> float:
-    """Counted FLOPs of one row in a visit to `block`, on one card."""
+def step_flops(spec: ModelSpec, layout: Layout, seq: int, piece: Piece) -> float:
+    """Counted FLOPs of one row on a card that sees `piece` of a visit."""
     layer, head, _ = _works(spec, layout.precision.weight, seq)
-    piece = piece_of(spec, layout.blocks, block)
     run = piece.active + piece.tail
     prefix = piece.prefix if layout.cache == "off" else 0
     again = run if layout.checkpointing == "layers" else 0
-    trained_head = piece.head == "active" or (spec.tied and piece.embedding == "active")
-    matrix = (prefix + 2 * run + again + piece.active) * layer.matrix_flops
-    matrix += (2 + trained_head) * head.matrix_flops
+    matrix = (prefix + 2 * run + again + _trained_layers(spec, piece)) * layer.matrix_flops
+    if piece.head != "absent":
+        matrix += (2 + trains_projection(spec, piece)) * head.matrix_flops
     attention = (prefix + run + again) * layer.attention_flops + run * layer.attention_backward_flops
     return seq * (matrix + attention)
 
 
-def _visit(
-    spec: ModelSpec, layout: Layout, setting: Setting, stages: Sequence[range], *, block: int, micro_steps: int
-) -> dict[str, float]:
-    """A step's parts while `block` is active; the slowest stage sets the pace."""
-    pieces = [piece_of(spec, layout.blocks, block, stage) for stage in stages]
-    turns = [_turn(spec, layout, setting, piece) for piece in pieces]
+def _trained_layers(spec: ModelSpec, piece: Piece) -> float:
+    """Layers' worth of weights with gradients: of a layer that is taken apart, its share."""
+    return piece.owned.layers / spec.layer_parameters
+
+
+def _visit(spec: ModelSpec, layout: Layout, setting: Setting, stages: tuple[Piece, ...]) -> dict[str, float]:
+    """A step's parts in a visit; the slowest stage sets the pace."""
+    micro_steps = -(-setting.rows // layout.data // layout.micro_rows)
+    turns = [_turn(spec, layout, setting, piece) for piece in stages]
     slowest = max(turns, key=lambda turn: sum(turn.values()))
-    parts = {part: slowest[part] * micro_steps for part in ("forward", "backward", "recompute")}
+    parts = {part: seconds * micro_steps for part, seconds in slowest.items()}
     turn = sum(slowest.values())
     parts["bubble"] = turn * (layout.pipeline - 1)
-    parts["update"] = max(_update(spec, layout, setting.rates, piece) for piece in pieces)
-    communication = max(_communication(spec, layout, setting, piece, micro_steps) for piece in pieces)
+    parts["update"] = max(_update(spec, layout, setting.rates, piece) for piece in stages)
+    communication = max(_communication(spec, layout, setting, piece, micro_steps) for piece in stages)
     parts["communication"] = communication - min(communication * setting.overlap, parts["backward"])
     parts["offload"] = _offload(spec, layout, setting.rates)
-    parts["cache"] = _cache(spec, layout, setting, pieces[0], busy=turn * micro_steps, micro_steps=micro_steps)
+    parts["cache"] = _cache(spec, layout, setting, stages[0], busy=turn * micro_steps, micro_steps=micro_steps)
     return parts
 
 
@@ -122,16 +131,42 @@ def _turn(spec: ModelSpec, layout: Layout, setting: Setting, piece: Piece) -> di
     forward = _pass(layer, tokens, dtype, rates)
     tail = _pass(layer, tokens, dtype, rates, products=1, attention=2.5, moved=LOSS_BACKWARD)
     active = _pass(layer, tokens, dtype, rates, products=2, attention=2.5, moved=LOSS_BACKWARD)
+    trained = _trained_layers(spec, piece)
     parts = {
         "forward": (prefix + run) * forward,
-        "backward": piece.active * active + piece.tail * tail,
+        "backward": trained * active + (run - trained) * tail,
         "recompute": run * forward if layout.checkpointing == "layers" else 0.0,
     }
     if piece.head != "absent":
-        trained = piece.head == "active" or (spec.tied and piece.embedding == "active")
+        products = 1 + trains_projection(spec, piece)
         parts["forward"] += _pass(head, tokens, dtype, rates) + _pass(loss, tokens, 4, rates)
-        parts["backward"] += _pass(head, tokens, dtype, rates, products=1 + trained, moved=LOSS_BACKWARD)
+        parts["backward"] += _pass(head, tokens, dtype, rates, products=products, moved=LOSS_BACKWARD)
         parts["backward"] += _pass(loss, tokens, 4, rates, moved=LOSS_BACKWARD)
+    return parts | _waking(spec, layout, rates, piece, forward=forward, backward=tail)
+
+
+def _waking(
+    spec: ModelSpec, layout: Layout, rates: Rates, piece: Piece, *, forward: float, backward: float
+) -> dict[str, float]:
+    """What resting weights add to a micro-batch. Every layer at rest is woken for its forward pass, and one above the
+    active ones, where it is computed again, for its backward pass. forward, backward: seconds of such a layer."""
+    parts = {"unpacking": 0.0, "streaming": 0.0}
+    if not layout.rests or layout.blocks == 1:
+        return parts
+    precision, layer = layout.precision, spec.matrices_of_layer
+    table = spec.vocabulary * spec.width
+    below = piece.prefix if layout.cache == "off" else 0
+    again = piece.tail if layout.checkpointing == "layers" else 0
+    embedding = table if piece.embedding == "frozen" and layout.cache == "off" else 0
+    head = table if (piece.embedding if spec.tied else piece.head) == "frozen" else 0
+    moved = precision.unpacking / rates.memory_bytes
+    parts["unpacking"] = moved * ((below + piece.tail + again) * layer + embedding + head)
+    if layout.frozen == "host":
+        copied = precision.frozen / rates.host_link_bytes
+        ahead = forward + moved * layer
+        parts["streaming"] = copied * embedding + max(0.0, copied * head - ahead)  # nothing runs before the first
+        parts["streaming"] += (below + piece.tail) * max(0.0, copied * layer - ahead)
+        parts["streaming"] += again * max(0.0, copied * layer - ahead - backward)
     return parts
 
 
@@ -161,7 +196,8 @@ def _update(spec: ModelSpec, layout: Layout, rates: Rates, piece: Piece) -> floa
         return 0.0
     active = parameters_of(spec, piece)[1] / layout.shards
     back = WRITE_BACK_BYTES / rates.memory_bytes if layout.precision.master else 0.0
-    return active * (1 / rates.update_scalars + back)
+    each = UPDATE_8BIT_BYTES / rates.memory_bytes if layout.moments == "8bit" else 1 / rates.update_scalars
+    return active * (each + back)
 
 
 def _communication(spec: ModelSpec, layout: Layout, setting: Setting, piece: Piece, micro_steps: int) -> float:
@@ -171,7 +207,7 @@ def _communication(spec: ModelSpec, layout: Layout, setting: Setting, piece: Pie
     link = min(rates.peer_link_bytes, rates.network_bytes) if many_nodes else rates.peer_link_bytes
     whole, active = parameters_of(spec, piece)
     replicas = layout.data // layout.shards
-    gradients = active * layout.precision.gradient
+    gradients = active * (layout.precision.summed if micro_steps > 1 else layout.precision.gradient)
     sent = 2 * (replicas - 1) / replicas * gradients / layout.shards
     if layout.shards > 1:
         share = (layout.shards - 1) / layout.shards

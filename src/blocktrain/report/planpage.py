@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from html import escape
 
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.memory import PARTS
-from blocktrain.plan.outcome import Outcome, assumptions, binding, spread
+from blocktrain.plan.memory import Memory
+from blocktrain.plan.outcome import Outcome, assumptions, binding, figures, money, savings, span, spread
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
 from blocktrain.report.figures import figure
 from blocktrain.report.numerals import axis
 from blocktrain.report.page import document
-from blocktrain.units import format_bytes, format_count, format_seconds
+from blocktrain.units import format_bytes, format_count
 
 # Which colour of the palette's parts each part of memory takes (palette.py, PARTS).
 COLOURS = {
     name: f"p{index}" for index, name in enumerate(("weights", "master", "gradients", "optimizer", "activations"))
 }
-OTHER = "p5"
+REST = "logits and workspace"
 MOST_BARS = 10
 
 
@@ -30,7 +30,7 @@ def plan_page(outcome: Outcome) -> str:
     lede = f"{format_count(request.spec.parameters)} parameters, {format_count(request.tokens)} tokens. "
     lede += _words(found[0]) if found else "Nothing fits."
     header = f'<h1>{escape(title)}</h1>\n<p class="lede">{escape(lede)}</p>\n'
-    body = _memory(outcome, found) + _cost(outcome, found) + _table(outcome, found)
+    body = _memory(outcome, found) + _cost(outcome, found) + _layouts(outcome, found) + _alternatives(outcome)
     notes = "".join(f"<li>{escape(line)}</li>" for line in assumptions(outcome))
     footer = "<p>Written by blocktrain plan.</p>\n"
     return document(title, header, body + f"<section><h2>What this rests on</h2><ul>{notes}</ul></section>", footer, 3)
@@ -45,7 +45,7 @@ def label(item: Candidate) -> str:
 
 def _words(item: Candidate) -> str:
     cost = "" if item.dollars is None else f", {item.dollars}"
-    return f"Best: {label(item)}, {format_bytes(item.memory.peak)} a card, {format_seconds(item.seconds)}{cost}."
+    return f"Best: {label(item)}, {format_bytes(item.memory.peak)} a card, {span(item.seconds)}{cost}."
 
 
 def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
@@ -56,29 +56,29 @@ def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
     bars = [
         Bar(
             label=name,
-            pieces=[
-                (
-                    memory.parts.get(part, 0.0),
-                    COLOURS.get(part, OTHER),
-                    f"{part}: {format_bytes(memory.parts.get(part, 0))}",
-                )
-                for part in PARTS
-            ],
+            pieces=[(size, colour, f"{part}: {format_bytes(size)}") for part, size, colour in _pieces(memory)],
             text=format_bytes(memory.peak),
             mark=room,
             mark_title=f"the card holds {format_bytes(room)}",
         )
         for name, memory in shown
     ]
-    items = "".join(f'<li><i class="swatch {COLOURS.get(part, OTHER)}"></i>{escape(part)}</li>' for part in PARTS)
+    key = {**COLOURS, REST: "p5"}
+    items = "".join(f'<li><i class="swatch {colour}"></i>{escape(part)}</li>' for part, colour in key.items())
     note = "bytes by part at the worst moment of a step. The tick is what a card holds."
     chart = stacked_bars(bars, limit, label="peak memory by part")
     return figure("Memory of a card", note, f'<ul class="key">{items}</ul>', f'<div class="bars named">{chart}</div>')
 
 
+def _pieces(memory: Memory) -> list[tuple[str, float, str]]:
+    """(part, bytes, colour), in the order they are stacked."""
+    named = [(part, memory.parts.get(part, 0.0), colour) for part, colour in COLOURS.items()]
+    return [*named, (REST, sum(size for part, size in memory.parts.items() if part not in COLOURS), "p5")]
+
+
 def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
     others = [(item.label + f", {item.cards} x {item.card}", item.candidate) for item in outcome.alternatives]
-    points = [(label(item), item, "k0") for item in found]
+    points = [(label(item), item, "k0" if item.layout.blocks > 1 else "k1") for item in found]
     points += [(name, item, "k1") for name, item in others if item is not None]
     priced = [
         (name, item.seconds / 3600, float(item.dollars.amount), css) for name, item, css in points if item.dollars
@@ -99,27 +99,41 @@ def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
     return figure("Cost against time", note, items, f'<div class="plot">{chart}</div>')
 
 
-def _table(outcome: Outcome, found: Sequence[Candidate]) -> str:
-    headings = ("layout", "cards", "rows", "cache", "memory", "step", "tokens/s", "time", "cost", "limit")
-    head = "".join(f'<th scope="col">{name}</th>' for name in headings)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(label(item))}</th>'
-        + "".join(
-            f"<td>{escape(cell)}</td>"
-            for cell in (
-                spread(item),
-                str(item.layout.micro_rows),
-                item.layout.cache,
-                format_bytes(item.memory.peak),
-                f"{item.step.seconds:.3g} s",
-                format_count(round(item.tokens_per_second)),
-                format_seconds(item.seconds),
-                "–" if item.dollars is None else str(item.dollars),
-                binding(outcome, item),
-            )
+def _layouts(outcome: Outcome, found: Sequence[Candidate]) -> str:
+    headings = ("layout", "cards", "rows", "saves by", "cache", "memory", "step", "tokens/s", "time", "cost", "limit")
+    rows = [
+        (
+            label(item),
+            spread(item),
+            str(item.layout.micro_rows),
+            savings(item),
+            item.layout.cache,
+            format_bytes(item.memory.peak),
+            f"{item.step.seconds:.3g} s",
+            format_count(round(item.tokens_per_second)),
+            span(item.seconds),
+            money(item.dollars),
+            binding(outcome, item),
         )
-        + "</tr>\n"
         for item in found
+    ]
+    return _table("Layouts", headings, rows) if rows else ""
+
+
+def _alternatives(outcome: Outcome) -> str:
+    headings = ("by other means", "cards", "memory", "step", "time", "cost", "blocks are cheaper up to")
+    rows = [
+        (item.label, f"{'' if item.candidate else 'up to '}{item.cards} x {item.card}", *figures(item))
+        for item in outcome.alternatives
+    ]
+    return _table("The same tokens", headings, rows)
+
+
+def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in headings)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
+        for first, *cells in rows
     )
-    body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-    return f'<div class="scroll"><table><caption>Layouts</caption>{body}</table></div>\n'
+    body = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
+    return f'<div class="scroll"><table class="dense"><caption>{escape(caption)}</caption>{body}</table></div>\n'

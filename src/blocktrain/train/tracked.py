@@ -1,63 +1,36 @@
 """`blocktrain plan --verify`: the chosen layout's step, run on a model without memory while a tracker counts bytes.
 
-The step is this package's own (`BlockOptimizer`, fused AdamW, the prefix cut), so this checks the closed form of
-`memory.py` against the code it describes. The tracker sees every tensor an operation returns and hears when its storage
-dies, as PyTorch's `torch.distributed._tools.mem_tracker.MemTracker` does; the two agree to the byte where both were run
-(benchmarks/plan), but MemTracker also keeps a snapshot of every module and takes minutes for a deep model.
+The step is this package's own (`BlockOptimizer`, the prefix cut, `[memory]`'s savings), so this checks the closed form
+of `plan/memory.py` against the code it describes. `train/accounting.py` does the same for a run that exists; here the
+model is a shape, and what counts is a visit's steps, without activation and retirement.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.partition import partition as cut_into_blocks
 from blocktrain.model.fake import FakeCopy, fake_copy
+from blocktrain.model.tracker import HOST, MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import preset
+from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.prefix.cut import Cut
+from blocktrain.runtime import SideStream
+from blocktrain.train.config import MemoryConfig
+from blocktrain.train.memory import saving_memory
 
 STEPS = 2  # the second of a visit finds the moments there
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes alive of the tensors made inside, and of those that are `added`; `peak` is the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count `tensors`, too."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen:
-                self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._gone(key, size))
-                self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
-
-    def _gone(self, key: int, size: int) -> None:
-        del self._seen[key]
-        self.now -= size
 
 
 def meta_model(spec: ModelSpec) -> nn.Module:
@@ -69,56 +42,75 @@ def meta_model(spec: ModelSpec) -> nn.Module:
         return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
 
 
+def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int = 1) -> dict[int, int]:
+    """Peak bytes on one card of a visit's second step, by block: the first, a middle one, the largest and the last."""
+    fake = fake_copy(meta_model(spec))
+    by_number = layout.largest is None
+    partition = cut_into_blocks(fake.model, num_blocks=layout.blocks if by_number else None, largest=layout.largest)
+    options: dict[str, Any] = {"fused": True} if layout.moments == "fp32" else {}
+    memory = MemoryConfig(
+        frozen=layout.frozen,
+        checkpointing="layers" if layout.checkpointing == "layers" else "off",
+        loss_chunk=layout.loss_chunk,
+    )
+    with _copies_seen():
+        optimizer = BlockOptimizer(
+            partition,
+            torch.optim.AdamW,
+            lr=1e-4,
+            precision=replace(preset(layout.precision.name), moments=layout.moments),
+            frozen=OnHost() if layout.frozen == "host" else OnDevice(),
+            **options,
+        )
+        largest = max(partition, key=lambda block: block.num_parameters).index
+        blocks = [partition[index] for index in sorted({0, len(partition) // 2, largest, len(partition) - 1})]
+        take = _Passes(fake=fake, cut=Cut(partition.chain), layout=layout, seq=seq, micro_steps=micro_steps)
+        with saving_memory(partition, memory):
+            return {block.index: _peak(fake, optimizer, block, take) for block in blocks}
+
+
 @contextlib.contextmanager
-def recomputed(model: nn.Module, layers: Iterable[str]) -> Iterator[None]:
-    """Inside, each of the modules named `layers` computes its activations again in the backward pass."""
-    changed = []
-    for path in layers:
-        layer = model.get_submodule(path)
-        forward = layer.forward
-
-        def again(hidden: Tensor, *args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, hidden, *args, use_reentrant=False, **kwargs)
-
-        layer.forward = again
-        changed.append(layer)
+def _copies_seen() -> Iterator[None]:
+    """Host and device are one here, so that nothing would be copied to the device: inside, it is."""
+    copying = SideStream.to_device
+    SideStream.to_device = lambda self, tensor: tensor.clone()
     try:
         yield
     finally:
-        for layer in changed:
-            del layer.forward
+        SideStream.to_device = copying
 
 
-def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int) -> dict[int, int]:
-    """Peak bytes on one card of a visit's second step, by block: the first, a middle and the last."""
-    fake = fake_copy(meta_model(spec))
-    partition = cut_into_blocks(fake.model, num_blocks=layout.blocks)
-    optimizer = BlockOptimizer(
-        partition, torch.optim.AdamW, lr=1e-4, fused=True, precision=preset(layout.precision.name)
-    )
-    layers = [layer.name for layer in partition.chain.layers[1:-1]] if layout.checkpointing == "layers" else []
-    blocks = [partition[index] for index in sorted({0, layout.blocks // 2, layout.blocks - 1})]
-    with recomputed(fake.model, layers):
-        return {block.index: _peak(fake, optimizer, block, layout, seq) for block in blocks}
-
-
-def _peak(fake: FakeCopy, optimizer: BlockOptimizer, block: Block, layout: Layout, seq: int) -> int:
-    partition = optimizer.partition
-    first = partition.chain.layers.index(block.layers[0])
-    level = first if layout.cache != "off" else 0
-    ids = torch.zeros(layout.micro_rows, seq, dtype=torch.long)
-    weight = next(fake.model.parameters())
-    cut = Cut(partition.chain)
-    width = cast(Any, fake.model.config).hidden_size
-    live = LiveBytes()
-    with fake.running(), live:
-        live.add([*fake.model.parameters(), *fake.model.buffers()])
+def _peak(fake: FakeCopy, optimizer: BlockOptimizer, block: Block, take: Callable[[int], None]) -> int:
+    """take: the step's forward and backward passes, given which layer of the chain is the first of `block`."""
+    first = optimizer.partition.chain.layers.index(block.layers[0])
+    tracker = MemoryTracker()
+    with fake.running(), tracker:
+        tracker.label("weights", [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]])
+        tracker.label(HOST, optimizer.tensors()["host"])
         with optimizer.visit(block):
             for _ in range(STEPS):
-                live.peak = live.now
-                hidden = weight.new_empty(layout.micro_rows, seq, width) if level else None
-                with cut.running(level=level, hidden=hidden):
-                    fake.model(input_ids=ids, labels=ids).loss.backward()
+                tracker.reset_peak()
+                take(first)
                 optimizer.step()
                 optimizer.zero_grad()
-            return live.peak
+            return tracker.peak().bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """Forward and backward passes of a step's micro-batches, over stored rows where the layout has a prefix cache."""
+
+    fake: FakeCopy
+    cut: Cut
+    layout: Layout
+    seq: int
+    micro_steps: int
+
+    def __call__(self, first: int) -> None:
+        level = first if self.layout.cache != "off" else 0
+        ids = torch.zeros(self.layout.micro_rows, self.seq, dtype=torch.long)
+        width = cast(Any, self.fake.model.config).hidden_size
+        for _ in range(self.micro_steps):
+            hidden = next(self.fake.model.parameters()).new_empty(*ids.shape, width) if level else None
+            with self.cut.running(level=level, hidden=hidden):
+                self.fake.model(input_ids=ids, labels=ids).loss.backward()
