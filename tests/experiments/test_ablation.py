@@ -30,7 +30,7 @@ def test_the_log_shows_the_result(ablation: ModuleType) -> None:
 
 def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleType) -> None:
     def seed(loss: float, multiplier: float | None) -> dict[str, Any]:
-        costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier}
+        costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier, "tokens_of_plain": 1.0}
         peaks = {"peak_bytes": [60, 30], "peak_bytes_full": 100, "moments": [20, 10], "moments_full": 50}
         return {"method": "blocks, M=3", "rate": 2e-3, "loss": loss, **costs, **peaks}
 

@@ -65,8 +65,8 @@ class ScheduleConfig:
     visit: the longest a visit lasts; an epoch is one pass over the subset.
     sweeps: how many; left out, the run ends by `[stop]`.
     order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
-    span: what a visit trains: its "block"; or the "suffix", every block above it too, which learns more from a token
-        and takes the memory of all these blocks.
+    span: what a visit trains: its "block"; or the "suffix", every block above it too, to learn more from a token; that
+        takes the memory of all these blocks.
     """
 
     visit: Duration
