@@ -3,6 +3,9 @@
     python benchmarks/memory/gpu.py [--sizes 1b 7b 13b] [--cap-gb 24] [--out benchmarks/memory/gpu.json]
     python benchmarks/memory/gpu.py --self-check          the smallest model through every method, on the CPU
 
+Needs a CUDA device with at least the cap free, 13 B x 12 bytes (156 GB) of host memory for the offloaded masters and
+moments at 13b, and PyTorch for CUDA; --self-check needs neither, and proves the code paths only, not a figure.
+
 Llama shapes with random weights, 1 x 1024 tokens, bf16. The process is held to the cap by
 `torch.cuda.set_per_process_memory_fraction`; a method that does not fit says so in its row and the next one goes on.
 Peak is `torch.cuda.max_memory_allocated`. Share of the matrix product rate: counted FLOPs of a step over its time,
@@ -18,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -137,10 +140,7 @@ def blocks(model: nn.Module, tokens: Tensor) -> Iterator[Step]:
     partition = bt.partition(model, num_blocks=len(model.model.layers) + 2)  # pyright: ignore
     optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True, precision=bt.BF16_EXACT)
     turn = iter(range(10**9))
-    with ExitStack() as saving:
-        for name, arguments in (("checkpointing", (partition,)), ("chunked_loss", (model, CHUNK))):
-            if hasattr(bt, name):
-                saving.enter_context(getattr(bt, name)(*arguments))
+    with bt.checkpointing(partition), bt.chunked_loss(model, CHUNK):
 
         def step() -> None:
             with optimizer.visit(partition[next(turn) % len(partition)]):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
@@ -115,6 +115,9 @@ CONFIGURATIONS = (
     llama_2("bf16-exact", 4.5, memory=STREAMED),
     llama_2("nf4", 4.5, memory=STREAMED),
     Configuration(model="llama-3-8b", precision="bf16-exact", target_gib=18.5, cut=FINE, options=FUSED),
+    Configuration(
+        model="llama-3-8b", precision="bf16-exact", target_gib=18.5, cut={"largest": 40_000_000}, options=FUSED
+    ),
     *(
         Configuration(
             model="llama-3-70b",

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.errors import ConfigError
 from blocktrain.model.flops import StepCounter
-from blocktrain.model.loss import check_chunked, chunked_loss, whole_logits
+from blocktrain.model.loss import DeferredLogits, check_chunked, chunked_loss, whole_logits
 from blocktrain.model.resnet import resnet
+from blocktrain.model.tracker import MemoryTracker
 
 B, T, V = 3, 16, 64
 SIZES: dict[str, Any] = {
@@ -159,6 +160,17 @@ def test_a_step_costs_the_same_flops_and_keeps_no_logits():
     assert chunked.flops == plain.flops
     gradient, log_probabilities = B * T * 16 * 4, B * T * V * 4
     assert plain.saved_bytes - chunked.saved_bytes >= log_probabilities - gradient
+
+
+def test_a_chunks_gradient_is_gone_before_the_next_ones_is_made():
+    """A trained head of (V, d) takes its weight, the sum and one share of it. Two shares at once were 1 GiB too many
+    for Llama-3-8B."""
+    head, hidden = nn.Linear(256, 512, bias=False), torch.randn(12, 256, requires_grad=True)
+    logits = DeferredLogits(hidden, head, tuple(head.parameters()), 4)
+    with MemoryTracker() as tracker:
+        tracker.label("frozen", head.parameters())
+        logits.cross_entropy(torch.zeros(12, dtype=torch.long))
+    assert 3 <= tracker.peak().bytes / head.weight.nbytes < 3.2
 
 
 class Centred(nn.Module):

@@ -213,22 +213,23 @@ class _ChunkedSum(torch.autograd.Function):
         ctx.wanted = [tensor.requires_grad for tensor in (hidden, *trained)]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None  # (tokens, d)
         of_trained = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
-        losses = []
-        # What a chunk saves is read at once: no concern of hooks that count, offload or compute again.
-        with torch.set_grad_enabled(any(ctx.wanted)), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-            for start in range(0, len(hidden), chunk):
-                part = slice(start, start + chunk)
-                piece = hidden[part].detach().requires_grad_(hidden.requires_grad)
-                loss = loss_of(part, piece)
-                losses.append(loss.detach())
-                if not any(ctx.wanted):
-                    continue
+
+        def add(part: slice) -> Tensor:
+            """A chunk's loss. Its gradients die here: the next one's (V, d) are not made beside them."""
+            piece = hidden[part].detach().requires_grad_(hidden.requires_grad)
+            loss = loss_of(part, piece)
+            if any(ctx.wanted):
                 inputs = [piece, *trained] if of_hidden is not None else [*trained]
                 gradients = list(torch.autograd.grad(loss, inputs))
                 if of_hidden is not None:
                     of_hidden[part] = gradients.pop(0)
-                for total in of_trained:
-                    total.add_(gradients.pop(0))  # which is then gone: the next chunk makes its own
+                for total, gradient in zip(of_trained, gradients, strict=True):
+                    total.add_(gradient)
+            return loss.detach()
+
+        # What a chunk saves is read at once: no concern of hooks that count, offload or compute again.
+        with torch.set_grad_enabled(any(ctx.wanted)), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            losses = [add(slice(start, start + chunk)) for start in range(0, len(hidden), chunk)]
         kept = [total.to(parameter.dtype) for total, parameter in zip(of_trained, trained, strict=True)]
         ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *kept)
         return torch.stack(losses).sum()

@@ -123,7 +123,7 @@ def _make_moments(optimizer: BlockOptimizer, block: Block) -> None:
 
 
 def _take(step: StepShape, optimizer: BlockOptimizer, tracker: MemoryTracker) -> None:
-    for _ in range(min(step.micro_steps, 2)):  # a third is like the second
+    for _ in range(min(step.micro_steps, 3)):  # the third finds sums in fp32, as all later ones do
         step.loss(optimizer.partition.model).backward()
         _label(tracker, optimizer)
     optimizer.clip_grad_norm(step.max_grad_norm)
