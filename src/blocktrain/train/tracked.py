@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.partition import partition as cut_into_blocks
+from blocktrain.model.cut import Cut
 from blocktrain.model.fake import FakeCopy, fake_copy
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import preset
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import ModelSpec
-from blocktrain.prefix.cut import Cut
 
 STEPS = 2  # the second of a visit finds the moments there
 
