@@ -29,6 +29,7 @@ T = TypeVar("T")
 _PRELOADED = [
     "blocktrain.train.session",
     "blocktrain.dist.pipeline",
+    "blocktrain.dist.sharding",
     "torch._dynamo",  # which torch.optim imports when an optimizer is first made
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
