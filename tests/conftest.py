@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -9,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported, here and in subprocesses
+
 import torch
 
 from blocktrain.events import read_events
+from blocktrain.train import measure
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
+from blocktrain.train.job import Job
 from blocktrain.train.schema import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,6 +41,27 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLOPs and peaks of a configuration, which every run's opening counts on a copy without memory, are counted once
+    for all tests of a process: that takes a second, a tiny run's training less."""
+    for name in ("_costs", "_memory"):
+        monkeypatch.setattr(measure, name, functools.partial(_remembered, getattr(measure, name), name))
+
+
+_COUNTED: dict[str, Any] = {}
+_FREE = {"name", "seed", "schedule", "learning_rate", "evaluation", "checkpoint", "stop", "log_every"}
+
+
+def _remembered(count: Callable[[Job], Any], name: str, job: Job) -> Any:
+    costly = {table: value for table, value in job.config.to_mapping().items() if table not in _FREE}
+    span = job.config.schedule.span
+    key = json.dumps([name, len(job.partition), job.micro_rows, span, costly], sort_keys=True, default=str)
+    if key not in _COUNTED:
+        _COUNTED[key] = count(job)
+    return copy.deepcopy(_COUNTED[key])
 
 
 @pytest.fixture(scope="session")

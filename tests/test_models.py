@@ -37,8 +37,8 @@ CHECKS = ("partition", "cache", "reference", "export", "packed")
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-PLAIN = TEXT | TOKENS
-GATED = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
+PLAIN: dict[str, Any] = TEXT | TOKENS
+GATED: dict[str, Any] = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
 HEADS = GATED | {"head_dim": 8}
 EXPERTS = GATED | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 DEEPSEEK = EXPERTS | {

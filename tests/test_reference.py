@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import blocktrain as bt
 from blocktrain import reference
 from blocktrain.optim.decay import nothing
+from blocktrain.schedule import Span
 
 SWEEPS, STEPS = 2, 3
 
@@ -50,10 +51,12 @@ def batches(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             yield {"pixel_values": images, "labels": torch.randint(0, 10, (4,), generator=generator)}
 
 
-def train_fast(model: nn.Module, num_blocks: int, cls: type[torch.optim.Optimizer], **options: Any) -> list[float]:
+def train_fast(
+    model: nn.Module, num_blocks: int, cls: type[torch.optim.Optimizer], span: Span = "block", **options: Any
+) -> list[float]:
     partition = bt.partition(model, num_blocks=num_blocks)
     optimizer = bt.BlockOptimizer(partition, cls, undecayed=nothing, **options)
-    schedule = bt.Cyclic(sweeps=SWEEPS, visit=bt.Duration.steps(STEPS))
+    schedule = bt.Cyclic(sweeps=SWEEPS, visit=bt.Duration.steps(STEPS), span=span)
     losses, source = [], batches(model)
     for visit in schedule.visits(partition):
         with optimizer.visit(visit.block):
@@ -66,14 +69,16 @@ def train_fast(model: nn.Module, num_blocks: int, cls: type[torch.optim.Optimize
     return losses
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_blocks", "span"), [(1, "block"), (2, "block"), (3, "block"), (1, "suffix"), (3, "suffix")]
+)
 @pytest.mark.parametrize("make", [gpt2, llama, resnet])
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})],
     ids=["SGD", "AdamW"],
 )
-def test_same_losses_and_weights(make, num_blocks: int, cls: type, options: dict[str, Any]) -> None:
+def test_same_losses_and_weights(make, num_blocks: int, span: Span, cls: type, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
@@ -83,10 +88,10 @@ def test_same_losses_and_weights(make, num_blocks: int, cls: type, options: dict
     submodels = [list(block.modules()) for block in partition]
     torch.manual_seed(2)
     expected = reference.train(
-        plain, submodels, batches(plain), lambda p: cls(p, **options), sweeps=SWEEPS, steps_per_visit=STEPS
+        plain, submodels, batches(plain), lambda p: cls(p, **options), sweeps=SWEEPS, steps_per_visit=STEPS, span=span
     )
     torch.manual_seed(2)
-    assert train_fast(fast, num_blocks, cls, **options) == expected
+    assert train_fast(fast, num_blocks, cls, span, **options) == expected
     for (name, a), (_, b) in zip(plain.state_dict().items(), fast.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
 

@@ -32,6 +32,13 @@ def test_orders(three_blocks: Partition):
     assert order_of(Cyclic(visit=STEPS, sweeps=1, order=(1,)), three_blocks) == [1]
 
 
+def test_a_suffix_is_a_block_and_all_above_it(three_blocks: Partition):
+    visits = list(Cyclic(visit=STEPS, sweeps=1, span="suffix").visits(three_blocks))
+    assert [visit.block.members for visit in visits] == [(0, 1, 2), (1, 2), (2,)]
+    assert [visit.block.index for visit in visits] == [0, 1, 2]
+    assert visits[-1].block is three_blocks[2]
+
+
 def test_shuffled_sweeps_are_permutations_and_change(three_blocks: Partition):
     schedule = Cyclic(visit=STEPS, order="shuffled", seed=3)
     sweeps = [schedule.blocks_of(sweep, 5) for sweep in range(20)]
@@ -75,6 +82,8 @@ def test_bad_values_are_named():
         Cyclic(visit=STEPS, sweeps=0)
     with pytest.raises(ConfigError, match="order 'ascendin' is unknown; did you mean 'ascending'"):
         Cyclic(visit=STEPS, order="ascendin")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="span 'sufix' is unknown; did you mean 'suffix'"):
+        Cyclic(visit=STEPS, span="sufix")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="order is an empty list; name at least one block"):
         Cyclic(visit=STEPS, order=[])
 

@@ -180,7 +180,7 @@ def wall_clock(rounds: int, folder: Path, flops: dict[str, Any]) -> dict[str, An
                     timed("read", lambda slots=first: bench.cache.fetch(slots, bench.batch(slots)))
                 update(bench, block, first)
                 if bench.levels[block.index]:
-                    bench.cache.prefetch(second, bench.device)
+                    bench.cache.prefetch(second)
                     time.sleep(0.02)  # as the step before would have given it
                 waited = bench.cache.statistics.wait_seconds
                 row.append(timed(str(block.index), lambda b=block, s=second: update(bench, b, s)) / full)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
     from blocktrain.optim.resting import OnDevice, OnHost
     from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost
+    from blocktrain.optim.tail import Tail
     from blocktrain.schedule import Cyclic, Visit
     from blocktrain.stopping import FullLength, Plateau, RunLimit
     from blocktrain.train.config import RunConfig
@@ -56,6 +57,7 @@ _HOME = {
     "Precision": "optim.precision",
     "RunConfig": "train.config",
     "RunLimit": "stopping",
+    "Tail": "optim.tail",
     "Visit": "schedule",
     "checkpointing": "blocks.checkpointing",
     "chunked_loss": "model.loss",
@@ -87,6 +89,7 @@ __all__ = [
     "Precision",
     "RunConfig",
     "RunLimit",
+    "Tail",
     "Visit",
     "checkpointing",
     "chunked_loss",

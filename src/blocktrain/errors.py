@@ -42,6 +42,10 @@ class StorageError(BlocktrainError):
     """A file could not be written: no room, no permission, no such folder."""
 
 
+class OutOfMemoryError(BlocktrainError):
+    """What was asked for does not fit this machine's memory: another configuration, or another machine, will do."""
+
+
 class NonFiniteError(BlocktrainError):
     """The loss or a gradient became infinite or not a number."""
 

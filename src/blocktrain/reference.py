@@ -43,23 +43,27 @@ def train(
     *,
     sweeps: int,
     steps_per_visit: int,
+    span: str = "block",
     loss_of: Callable[[Any], Tensor] = lambda output: output.loss,
 ) -> list[float]:
     """Train `model` in place, block by block in ascending order; returns the loss of each step.
 
-    model: called as `model(**batch)`. A visit is `steps_per_visit` steps ("until converged" of line 8).
+    model: called as `model(**batch)`. A visit is `steps_per_visit` steps ("until converged" of line 8). span: a visit
+    trains its "block", or the "suffix" of all submodels from it on (not the paper's).
     """
     parameters = parameters_of(submodels)
     losses: list[float] = []
     for _ in range(sweeps):  #                                               line 3: repeat
-        for i, active in enumerate(parameters):  #                           line 4: select submodel i_k cyclically
+        for i in range(len(parameters)):  #                                  line 4: select submodel i_k cyclically
+            end = i + 1 if span == "block" else len(parameters)
+            active = [p for group in parameters[i:end] for p in group]
             model.eval()  # frozen layers: no dropout, BatchNorm does not move
             for p in model.parameters():  #                                  line 5: freeze submodel_j, j != i_k
                 p.requires_grad_(False)
                 p.grad = None
             for p in active:  #                                              line 6: unfreeze submodel_{i_k}
                 p.requires_grad_(True)
-            for module in submodels[i]:
+            for module in (module for submodel in submodels[i:end] for module in submodel):
                 module.train()
             optimizer = make_optimizer(active)  #                            line 7: build its optimizer
             for _ in range(steps_per_visit):  #                              line 8: train until converged

@@ -130,6 +130,35 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` start anew; on a CPU the resident set has no such beginning."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What tensors on `device` can still take, within the limits set for this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return min(free, allowed) + unused
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    statm = Path("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not statm.is_file():
+        return available_memory_bytes()
+    mapped = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return max(min(available_memory_bytes(), limit - mapped), 0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed; PyTorch's CPU allocator raises a plain `RuntimeError`."""
+    failed = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in failed)
+    )
+
+
 def available_memory_bytes() -> int:
     """Host memory that can be had without swapping, within the container's limit where there is one."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -5,6 +5,10 @@ ascending              0 1 2        0 1 2
 descending             2 1 0        2 1 0
 shuffled               1 0 2        2 0 1     (seeded: the same on every rank)
 fixed "0 2 1 2"        0 2 1 2      0 2 1 2
+
+What a visit to block 1 trains, M = 4     0  1  2  3
+span "block"                              .  x  .  .
+span "suffix"                             .  x  x  x    activation gradients reach these blocks anyway
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from blocktrain.runtime import permutation
 from blocktrain.units import Duration
 
 Order = Literal["ascending", "descending", "shuffled"]
+Span = Literal["block", "suffix"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +33,7 @@ class Visit:
 
     index: int  # counted over the whole run
     sweep: int
-    block: Block
+    block: Block  # what is trained: a block of the partition, or a union of several
     duration: Duration  # the longest it may last
 
 
@@ -40,11 +45,14 @@ class Cyclic:
         `"descending"`, `"shuffled"` (a new permutation each sweep, from `seed`), or a list of block indices.
     visit: the longest a visit may last; a local-convergence rule may end it sooner.
     sweeps: how many; None goes on until the run's own criterion stops it.
+    span: what a visit trains: its `"block"`, or the `"suffix"` that begins with it, every block above included. A
+        suffix takes the memory of all these blocks: that of the whole model at block 0.
     """
 
     visit: Duration
     sweeps: int | None = None
     order: Order | Sequence[int] = "ascending"
+    span: Span = "block"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +63,8 @@ class Cyclic:
                 raise ConfigError(f"order '{self.order}' is unknown; {nearest(self.order, get_args(Order))}")
         elif not self.order:
             raise ConfigError("order is an empty list; name at least one block")
+        if self.span not in get_args(Span):
+            raise ConfigError(f"span '{self.span}' is unknown; {nearest(self.span, get_args(Span))}")
 
     def blocks_of(self, sweep: int, num_blocks: int) -> list[int]:
         """Indices of the blocks visited in a sweep, in order."""
@@ -73,11 +83,16 @@ class Cyclic:
                         )
                 return [int(index) for index in listed]
 
+    def trained(self, partition: Partition) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        whole = self.span == "suffix"
+        return [partition.suffix(index) if whole else partition[index] for index in range(len(partition))]
+
     def visits(self, partition: Partition, *, start: int = 0) -> Iterator[Visit]:
         """The run's visits from the `start`-th on; endless where `sweeps` is None."""
-        index = 0
+        index, trained = 0, self.trained(partition)
         for sweep in itertools.count() if self.sweeps is None else range(self.sweeps):
             for block in self.blocks_of(sweep, len(partition)):
                 if index >= start:
-                    yield Visit(index=index, sweep=sweep, block=partition[block], duration=self.visit)
+                    yield Visit(index=index, sweep=sweep, block=trained[block], duration=self.visit)
                 index += 1

@@ -7,6 +7,7 @@ from torch import nn
 
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
+from blocktrain.errors import PartitionError
 
 
 @pytest.fixture
@@ -36,6 +37,25 @@ def test_modules_are_in_forward_order(parts: Partition):
 def test_the_whole_is_every_parameter_under_its_name(parts: Partition):
     assert dict(parts.whole.parameters) == dict(parts.model.named_parameters())
     assert parts.whole.layers == parts.chain.layers
+
+
+def test_blocks_as_one(parts: Partition):
+    whole = parts.suffix(0)
+    assert (whole.index, whole.members, whole.num_parameters) == (0, (0, 1), 25)
+    assert dict(whole.parameters) == dict(parts.model.named_parameters())
+    assert whole.layers == parts.chain.layers
+    assert whole is parts.union(range(2))
+    assert whole in parts
+    assert parts.suffix(1) is parts[1]
+    assert parts[1].members == (1,)
+    assert parts.whole not in parts
+    assert repr(whole) == "Block(0 to 1: 0 .. 3, 25 parameters)"
+
+
+def test_parts_of_parameters_are_not_joined(parts: Partition):
+    rows = partition(parts.model, largest=3)
+    with pytest.raises(PartitionError, match=r"owns rows 0 to 1 of '0.weight' only, .* set schedule.span = 'block'"):
+        rows.suffix(0)
 
 
 def test_they_print_what_they_hold(parts: Partition):

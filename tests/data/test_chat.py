@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_conversations(name: str, write
         alone.append((model(**part).loss, learned))
         at += len(ids)
     assert len(alone) > 1
-    weighted = sum(value * count for value, count in alone) / sum(count for _, count in alone)
+    weighted: Any = sum(value * count for value, count in alone) / sum(count for _, count in alone)
     torch.testing.assert_close(loss, weighted, rtol=1e-6, atol=1e-6)
     gradients = [torch.autograd.grad(value, list(model.parameters())) for value in (loss, weighted)]
     for one, other in zip(*gradients, strict=True):
@@ -132,11 +133,12 @@ def test_a_single_conversation_needs_others_for_validation(tmp_path: Path):
 
 
 def test_settings_are_checked():
-    for settings, message in (
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"row_tokens": 1}, "at least 2 tokens"),
         ({"validation_share": 0.0}, "between 0 and 1"),
         ({"max_conversations": 0}, "at least 1"),
-    ):
+    ]
+    for settings, message in bad:
         with pytest.raises(ConfigError, match=message):
             ChatConfig(source="x", **settings)
 

@@ -7,6 +7,7 @@ import itertools
 import struct
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def folder(converter: ModuleType, shared_data: Path, tmp_path_factory: pytest.Te
 def test_greedy_text_is_that_of_llama2c(folder: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.num_parameters() == 260_032
     written = model.generate(torch.tensor([[1]]), max_new_tokens=66, do_sample=False, pad_token_id=2)
     assert tokenizer.decode(written[0, 1:]).startswith(  # doc/stories260K.md

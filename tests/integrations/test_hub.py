@@ -91,6 +91,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def api(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> HfApi:
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)  # as HF_ENDPOINT does, which is read at import
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # this server is no hub
     return HfApi(endpoint=hub.address, token="hf_not_a_token")
 
 

@@ -19,6 +19,8 @@ from blocktrain.optim.decay import nothing
 from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, PRESETS, Precision, join
 from blocktrain.optim.resting import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.schedule import Cyclic, Span
+from blocktrain.units import Duration
 
 Class = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
@@ -247,11 +249,12 @@ def test_the_folder_of_an_older_run_is_not_used(tmp_path, gpt2, batch):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0):
+def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0, span: Span = "block"):
     """Visits of 2 steps to blocks 0, 1, 2, 0, 1. At `stop_at`, in mid-visit, returns what a checkpoint would hold; from
     `start`, in mid-visit, goes on."""
+    trained = Cyclic(visit=Duration.steps(2), span=span).trained(optimizer.partition)
     for visit in range(start // 2, 5):
-        with optimizer.visit(optimizer.partition[visit % 3]):
+        with optimizer.visit(trained[visit % 3]):
             for step in range(max(start, 2 * visit), 2 * visit + 2):
                 if step == stop_at:
                     state = optimizer.partition.model.state_dict()
@@ -262,30 +265,31 @@ def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None,
 
 @pytest.mark.parametrize("precision", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.Muon])
-@pytest.mark.parametrize("stop_at", [1, 7])
+@pytest.mark.parametrize(("stop_at", "span"), [(1, "block"), (7, "block"), (3, "suffix")])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
-    cls, precision: Precision, stop_at: int, make_store, tmp_path, gpt2, batch
+    cls, precision: Precision, stop_at: int, span: Span, make_store, tmp_path, gpt2, batch
 ):
-    """Stopped in the first visit, when no other block has state, and in the fourth, when all have."""
+    """Stopped in the first visit, when no other block has state, and in the fourth, when all have; and in a visit to
+    two blocks."""
 
     def make(folder: str) -> BlockOptimizer:
         parts = partition(gpt2(), num_blocks=3)
         return BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=make_store(tmp_path / folder))
 
     uninterrupted = make("uninterrupted")
-    five_visits(uninterrupted, batch)
+    five_visits(uninterrupted, batch, span=span)
     stopped = make("stopped")
-    at_stop, saved = five_visits(stopped, batch, stop_at=stop_at) or ({}, {})
+    at_stop, saved = five_visits(stopped, batch, stop_at=stop_at, span=span) or ({}, {})
     # The run went on after its checkpoint before it was killed; with a store on disk that is still there.
     stopped.load_state_dict(saved)
-    five_visits(stopped, batch, start=stop_at)
+    five_visits(stopped, batch, start=stop_at, span=span)
 
     resumed = make("stopped")
     for block in resumed.partition:
         resumed.load_block_weights(block.index, at_stop)
     resumed.load_state_dict(saved)
     assert resumed.state_dict()["active"] == saved["active"]
-    five_visits(resumed, batch, start=stop_at)
+    five_visits(resumed, batch, start=stop_at, span=span)
 
     assert resumed.position() == uninterrupted.position()
     for block in uninterrupted.partition:
@@ -295,6 +299,32 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
         left, expected = resumed.block_remainders(block.index), uninterrupted.block_remainders(block.index)
         assert left.keys() == expected.keys()
         assert all(torch.equal(left[name], expected[name]) for name in expected)
+
+
+def test_the_state_of_blocks_trained_together_is_kept_apart(make_store, tmp_path, gpt2, batch):
+    """A visit to blocks 1 and 2 leaves what visits to each of them go on with; and the other way round."""
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, state=make_store(tmp_path), precision=BF16_EXACT)
+    with optimizer.visit(parts.suffix(1)):
+        train(optimizer, batch, range(2))
+        expected = {index: optimizer.block_state(index) for index in (1, 2)}
+        assert optimizer.position() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
+        assert optimizer.block_remainders(1).keys() == parts[1].parameters.keys()
+    kept = not isinstance(optimizer.store, Drop)
+    for index, state in expected.items():
+        assert state is not None
+        assert state.keys() == parts[index].parameters.keys()
+        with optimizer.visit(parts[index]):
+            assert same_state(optimizer.block_state(index), state if kept else {})
+    with optimizer.visit(parts.suffix(0)):
+        assert same_state(optimizer.block_state(2), expected[2] if kept else {})
+
+
+def test_a_union_of_another_partition_is_refused(gpt2):
+    optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW)
+    other = partition(gpt2(), num_blocks=3).suffix(1)
+    with pytest.raises(ConfigError, match="is not a block of this optimizer's partition"), optimizer.visit(other):
+        pass
 
 
 def saved_in_mid_visit(gpt2, batch, **options: Any) -> tuple[BlockOptimizer, dict[str, Any]]:
@@ -311,7 +341,7 @@ def test_what_was_loaded_can_be_saved_again_before_anything_else(gpt2, batch):
     again.load_state_dict(saved)
     once_more = again.state_dict()
     assert {key: once_more[key] for key in ("active", "steps", "changed_at")} == {
-        "active": 1,
+        "active": [1],
         "steps": 2,
         "changed_at": [0, 2, 0],
     }
@@ -339,7 +369,7 @@ def test_loading_forgets_what_was_trained_since(make_store, tmp_path, gpt2, batc
     with optimizer.visit(parts[2]):
         train(optimizer, batch, range(1))
     optimizer.load_state_dict(saved)
-    assert optimizer.position() == {"active": None, "steps": 0, "changed_at": [0, 0, 0]}
+    assert optimizer.position() == {"active": [], "steps": 0, "changed_at": [0, 0, 0]}
     assert [optimizer.block_state(block.index) for block in parts] == [None, None, None]
 
 

@@ -174,12 +174,12 @@ def test_filled_ahead_every_fetch_is_a_hit(make_store: MakeStore):
 def test_what_is_read_ahead_is_what_is_asked_for(make_store: MakeStore):
     bench = Bench(make_store)
     bench.open(3)
-    bench.cache.prefetch(np.array([1, 2]), CPU)  # nothing there yet: nothing is read
+    bench.cache.prefetch(np.array([1, 2]))  # nothing there yet: nothing is read
     bench.fetch_all()
     for asked, prefetched in (([3, 1], [3, 1]), ([3, 1], [1, 3]), ([0, 9], [0, 9]), ([0, 9], [5, 6])):
-        bench.cache.prefetch(np.array(prefetched), CPU)
+        bench.cache.prefetch(np.array(prefetched))
         assert torch.equal(bench.fetch(*asked), bench.expected(*asked))
-    bench.cache.prefetch(np.array([3, 1]), CPU)
+    bench.cache.prefetch(np.array([3, 1]))
     bench.cache.close()
 
 
@@ -187,7 +187,7 @@ def test_what_was_read_ahead_at_the_end_of_a_visit_is_not_taken_for_the_next_one
     bench = Bench(make_store, levels=(2, 4))
     bench.open(4)
     bench.fetch_all()
-    bench.cache.prefetch(np.array([3, 1]), CPU)
+    bench.cache.prefetch(np.array([3, 1]))
     bench.open(2)
     assert torch.equal(bench.fetch(3, 1), bench.expected(3, 1, level=2))
     assert bench.cache.statistics.hits == 2

@@ -113,7 +113,7 @@ def test_resting_weights_are_told_apart(precision: bt.Precision):
                 p.fill_(number)
                 p.view(-1)[0] = 2
         bt.BlockOptimizer(bt.partition(sequential, num_blocks=2), torch.optim.SGD, precision=precision)
-        assert sequential[0].weight.isnan().all()
+        assert sequential.get_parameter("0.weight").isnan().all()
         found.add(fingerprints(chain_of(sequential), [1])[1])
     assert len(found) == 2
 

@@ -110,7 +110,7 @@ def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export(folder, tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.config.use_cache
     asked = [{"role": "user", "content": "1 + 1?"}]

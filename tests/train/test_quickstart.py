@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blocktrain.events import Event
+from blocktrain.optim.tail import Tail
+from blocktrain.schedule import Cyclic
+from blocktrain.train import measure
 from blocktrain.train.config import RunConfig
 from blocktrain.train.job import Job, build
 from blocktrain.train.measure import opening_events
+from blocktrain.units import Duration
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"
+SUFFIX = Cyclic(visit=Duration.steps(80), sweeps=3, span="suffix")
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +27,12 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Event]:
     folder = tmp_path_factory.mktemp("quickstart")
     job = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
     return job, opening_events(job, "bcd")[1]
+
+
+def in_suffixes(job: Job) -> Job:
+    """The same job with suffix visits."""
+    config = replace(job.config, schedule=replace(job.config.schedule, span="suffix"))
+    return replace(job, config=config, schedule=SUFFIX)
 
 
 def closed_form(active: range, *, layers: int, width: int, vocabulary: int, tokens: int, rows: int) -> int:
@@ -66,6 +78,47 @@ def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[Job, Event]) 
         assert ratios[-1] <= 1.02 * theory[-1]
         assert ratios[-1] >= 0.98 * theory[-1]
     assert sum(ratios) <= 1.02 * sum(theory)
+
+
+def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Job, Event]) -> None:
+    job, alone = quickstart
+    config = replace(job.config, optimizer=replace(job.config.optimizer, tail="sgd"))
+    job.optimizer.tail = Tail(rule="sgd")
+    try:
+        tail = measure._costs(replace(job, config=config))
+    finally:
+        job.optimizer.tail = None
+    suffix = measure._costs(in_suffixes(job))
+    assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
+    assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
+    for mine, theirs in zip(tail["memory"]["blocks"], alone["memory"]["blocks"], strict=True):
+        assert (mine["optimizer"], mine["master"]) == (theirs["optimizer"], theirs["master"])
+        assert theirs["activations"] <= mine["activations"]
+
+
+def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[Job, Event]) -> None:
+    """The block and every block above it; at block 0, a full step exactly."""
+    job, _ = quickstart
+    suffix = in_suffixes(job)
+    cost = measure._costs(suffix)
+    flops = cost["flops"]
+    assert flops["blocks"][0] == flops["full"]
+    assert flops["theory_blocks"] == pytest.approx(flops["blocks"], rel=0.02)
+    settings: Any = job.model.config
+    chain = job.partition.chain.layers
+    for block, counted in zip(job.partition, flops["blocks"], strict=True):
+        active = range(chain.index(block.layers[0]), len(chain))
+        theory = closed_form(
+            active,
+            layers=settings.n_layer,
+            width=settings.n_embd,
+            vocabulary=settings.vocab_size,
+            tokens=128,
+            rows=job.pace.rows_per_step,
+        )
+        assert counted == pytest.approx(theory, rel=0.02)
+    moments = [8 * block.num_parameters + 4 * len(block.parameters) for block in suffix.trained]
+    assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == moments
 
 
 def test_the_optimizer_holds_the_largest_blocks_moments(quickstart: tuple[Job, Event]) -> None:

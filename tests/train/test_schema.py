@@ -234,7 +234,7 @@ def test_a_run_configuration_comes_back_from_run_json():
         ("schedule.order=ascendin", r"schedule\.order: 'ascendin' is not one of its values; did you mean 'ascending'"),
         ("schedule.plateau.patience=5", r"schedule\.plateau\.patience: 5 is not a duration"),
         ("optimizer.lr=-1", r"\[optimizer\] lr must be positive, not -1"),
-        ("precision=bf16", "precision 'bf16' is unknown"),
+        ("precision=bf17", "precision 'bf17' is unknown"),
         ("schedule.plateau.threshold=1.5", r"\[schedule\.plateau\] plateau threshold must be in"),
     ],
 )

@@ -33,10 +33,10 @@ def full(config: RunConfig, steps: int, pace: Pace) -> RunConfig:
         name=f"{config.name}, full",
         sampling=Sampling(),
         blocks=replace(config.blocks, count=1, largest=None, patterns=None),
-        schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", plateau=None),
+        schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", span="block", plateau=None),
         stop=replace(config.stop, duration=whole),
         learning_rate=replace(config.learning_rate, visit_warmup_steps=0),
-        optimizer=replace(config.optimizer, state="drop"),
+        optimizer=replace(config.optimizer, state="drop", tail="none"),
         evaluation=replace(config.evaluation, every=Duration.steps(config.evaluation.every.in_steps(pace))),
         checkpoint=replace(config.checkpoint, every=Duration.steps(config.checkpoint.every.in_steps(pace))),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from blocktrain.errors import PartitionError
 from blocktrain.model.chain import Chain, Layer
 
 
@@ -17,6 +18,9 @@ class Block:
     `parameters` maps full names to the parameters this block owns; a tied parameter is owned by the first block
     that uses it. No scalar is in two blocks: of a parameter that is in `rows` this block owns those rows only (along
     the first dimension), and other blocks the rest. `layers` are all that it owns something of.
+
+    A visit may train several adjacent blocks of a partition as one (`Partition.union`). Such a block has the index of
+    the lowest of them; what is kept of it between visits is kept for each of its `members`.
     """
 
     index: int
@@ -24,6 +28,7 @@ class Block:
     parameters: Mapping[str, nn.Parameter]
     rows: Mapping[str, range] = field(default_factory=dict)
     pieces: tuple[str, ...] = ()  # names of what it is made of, in forward order; () are its layers
+    united: tuple[int, ...] = ()  # indices of the partition's blocks that it is made of; () is itself
 
     @property
     def num_parameters(self) -> int:
@@ -42,6 +47,11 @@ class Block:
         return tensor if rows is None else tensor[rows.start : rows.stop]
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """Indices of the partition's blocks that it is made of, in forward order: itself, if it is one of them."""
+        return self.united or (self.index,)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What it is made of, in forward order."""
         return self.pieces or tuple(layer.name for layer in self.layers)
@@ -54,7 +64,8 @@ class Block:
     def __repr__(self) -> str:
         first, last = self.names[0], self.names[-1]
         span = first if first == last else f"{first} .. {last}"
-        return f"Block({self.index}: {span}, {self.num_parameters:,} parameters)"
+        number = f"{self.members[0]} to {self.members[-1]}" if len(self.members) > 1 else self.index
+        return f"Block({number}: {span}, {self.num_parameters:,} parameters)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +74,7 @@ class Partition(Sequence[Block]):
 
     chain: Chain
     blocks: tuple[Block, ...]
+    _unions: dict[range, Block] = field(default_factory=dict, repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -78,13 +90,76 @@ class Partition(Sequence[Block]):
     def whole(self) -> Block:
         """All blocks as one: what full-parameter training has active."""
         parameters = {name: parameter for block in self.blocks for name, parameter in block.parameters.items()}
-        return Block(0, self.chain.layers, parameters)
+        return Block(0, self.chain.layers, parameters, united=tuple(range(len(self))))
+
+    @property
+    def undivided(self) -> Partition:
+        """The same model in one block."""
+        return Partition(self.chain, (replace(self.whole, united=()),))
+
+    def union(self, members: range) -> Block:
+        """The blocks `members` as one, trained together; of a single one that block itself, and always the same object.
+
+        Raises `PartitionError` for blocks that own parts of a parameter: their optimizer states cannot be joined.
+        """
+        if len(members) == 1:
+            return self.blocks[members[0]]
+        if members not in self._unions:
+            self._unions[members] = _united([self.blocks[index] for index in members])
+        return self._unions[members]
+
+    def suffix(self, index: int) -> Block:
+        """Block `index` and every block above it, as one."""
+        return self.union(range(index, len(self)))
+
+    def above(self, block: Block) -> dict[str, nn.Parameter]:
+        """The parameters of every block above `block`."""
+        blocks = self.blocks[block.members[-1] + 1 :]
+        return {name: parameter for other in blocks for name, parameter in other.parameters.items()}
+
+    def over(self, model: nn.Module) -> Partition:
+        """The same division of a copy of the model."""
+        groups = {layer.name: list(layer.modules) for layer in self.chain.layers}
+        chain = Chain.of_modules(model, groups)
+        layers = dict(zip(self.chain.layers, chain.layers, strict=True))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        blocks = [
+            replace(
+                block,
+                layers=tuple(layers[layer] for layer in block.layers),
+                parameters={name: parameters[name] for name in block.parameters},
+            )
+            for block in self.blocks
+        ]
+        return Partition(chain, tuple(blocks))
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride] - int or slice, as in Sequence
         return self.blocks[index]
+
+    def __contains__(self, block: object) -> bool:
+        """Whether `block` is one of the blocks or a union of them."""
+        return block in self.blocks or block in self._unions.values()
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __repr__(self) -> str:
         return "Partition(\n" + "".join(f"  {block}\n" for block in self.blocks) + ")"
+
+
+def _united(blocks: Sequence[Block]) -> Block:
+    for block in blocks:
+        if block.rows:
+            name, rows = next(iter(block.rows.items()))
+            raise PartitionError(
+                f"{block} owns rows {rows.start} to {rows.stop} of '{name}' only, so it cannot be trained as one with "
+                "others: cut into whole parameters (a larger blocks.largest, or blocks.count), or set "
+                "schedule.span = 'block'"
+            )
+    return Block(
+        blocks[0].index,
+        layers=tuple(dict.fromkeys(layer for block in blocks for layer in block.layers)),
+        parameters={name: parameter for block in blocks for name, parameter in block.parameters.items()},
+        pieces=tuple(name for block in blocks for name in block.names),
+        united=tuple(block.index for block in blocks),
+    )

@@ -123,7 +123,8 @@ def _how(run: RunRecord) -> str:
     if run.is_full:
         return "all parameters at once"
     count = len(run.header.blocks)
-    return f"every parameter, one of {count} blocks at a time, by block coordinate descent"
+    trained = "one" if run.header.span == "block" else "one, and all above it,"
+    return f"every parameter, {trained} of {count} blocks at a time, by block coordinate descent"
 
 
 def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:

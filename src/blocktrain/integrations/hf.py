@@ -28,7 +28,7 @@ from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
 from blocktrain.optim.state import Drop, StateStore
-from blocktrain.schedule import Cyclic, Order
+from blocktrain.schedule import Cyclic, Order, Span
 from blocktrain.units import Duration
 
 
@@ -37,9 +37,9 @@ class Blocks:
     """What `TrainingArguments` does not say.
 
     count, largest, patterns: how the model is cut (see `blocktrain.partition`); the last one given holds. visit: in
-    optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. state: moments between visits.
-    precision: None is `FP32` for a model in fp32 and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in
-    frozen layers.
+    optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. span: a visit trains its "block"
+    or the "suffix" that begins with it. state: moments between visits. precision: None is `FP32` for a model in fp32
+    and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in frozen layers.
     """
 
     count: int = 3
@@ -47,6 +47,7 @@ class Blocks:
     patterns: Sequence[Sequence[str]] | None = None
     visit: Duration = Duration.steps(100)
     order: Order | Sequence[int] = "ascending"
+    span: Span = "block"
     state: StateStore = field(default_factory=Drop)
     precision: Precision | None = None
     frozen_dropout: bool = False
@@ -114,7 +115,8 @@ class BlockTrainerMixin:
             frozen_dropout=settings.frozen_dropout,
             **options,
         )
-        return VisitingOptimizer(blocks, Cyclic(visit=settings.visit, order=settings.order, seed=self.args.seed))
+        schedule = Cyclic(visit=settings.visit, order=settings.order, span=settings.span, seed=self.args.seed)
+        return VisitingOptimizer(blocks, schedule)
 
     def _refuse_what_does_not_work(self) -> None:
         if self.args.fp16:

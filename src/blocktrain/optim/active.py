@@ -82,14 +82,18 @@ class Active:
             self.masters.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def state(self) -> BlockState:
-        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out."""
-        names = {id(parameter): name for name, parameter in self.trained.items()}
+    def state(self, member: Block | None = None) -> BlockState:
+        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out.
+
+        member: only what is of that one of the blocks that are trained together.
+        """
+        mine = (member or self.block).parameters
+        names = {id(parameter): name for name, parameter in self.trained.items() if name in mine}
         return {
             names[id(parameter)]: {key: value for key, value in entries.items() if value is not None}
             for optimizer in self.optimizers
             for parameter, entries in optimizer.state.items()
-            if entries
+            if entries and id(parameter) in names
         }
 
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -105,6 +109,15 @@ class Active:
     def state_bytes(self) -> int:
         """Bytes of the state's tensors."""
         return sum(v.nbytes for entries in self.state().values() for v in entries.values() if torch.is_tensor(v))
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What exists only during the visit, by part of memory: "master", "gradients", "moments"."""
+        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected.values()
+        return {
+            "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],  # else it is they
+            "gradients": [*collected, *(p.grad for p in self.trained.values() if p.grad is not None)],
+            "moments": [v for entries in self.state().values() for v in entries.values() if torch.is_tensor(v)],
+        }
 
     def restore(self, state: BlockState) -> None:
         """Give each optimizer a copy of the state of its parameters, on the device where it expects it."""

@@ -24,9 +24,10 @@ from blocktrain.optim.decay import Undecayed, norms_and_biases
 from blocktrain.optim.frozen import FrozenWeights
 from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.recipe import OptimizerChoice, Recipe, step_without_memory
+from blocktrain.optim.recipe import OptimizerChoice, Recipe, hidden_matrices
 from blocktrain.optim.resting import FrozenPlace, OnDevice
-from blocktrain.optim.state import BlockState, Drop, StateStore, to_host
+from blocktrain.optim.state import BlockState, Drop, Kept, StateStore, to_host
+from blocktrain.optim.tail import Tail, moving, require_possible
 
 
 class BlockOptimizer:
@@ -45,6 +46,7 @@ class BlockOptimizer:
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
+    tail: how what lies above the active block is moved in each backward pass, if at all (see `tail.py`).
 
     Device memory during a visit, beside the weights (`weight_bytes`): gradients and state of the active block, and its
     master if there is one. A parameter without gradient (an expert that no token chose) is left as it is.
@@ -61,72 +63,89 @@ class BlockOptimizer:
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
+        tail: Tail | None = None,
         **kwargs: Any,
     ):
+        if tail is not None:
+            require_possible(tail, partition, precision, frozen)
         self.partition = partition
         self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
+        self.frozen = frozen
         self.frozen_dropout = frozen_dropout
+        self.tail = tail
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
-        self._resumed: tuple[int, BlockState] | None = None  # of the block that was active when it was saved
+        self._kept = Kept(self.store)
         self._active: Active | None = None
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
         release(partition)
         self._frozen = FrozenWeights(partition, precision, frozen)
         self.store.clear()
 
+    def over(self, partition: Partition) -> BlockOptimizer:
+        """One made like this, over another partition (of a copy of the model), that keeps no moments."""
+        (cls, options), others, undecayed = self.recipe.arguments
+        return BlockOptimizer(
+            partition,
+            cls,
+            precision=self.precision,
+            frozen=self.frozen,
+            undecayed=undecayed,
+            frozen_dropout=self.frozen_dropout,
+            others=others,
+            tail=self.tail,
+            **options,
+        )
+
     # -- visits ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def visit(self, block: Block) -> Iterator[BlockOptimizer]:
-        """Train `block` inside the `with`; everything else is frozen. Visits do not nest."""
+        """Train `block`, one of the partition's or a union of several, inside the `with`; everything else is frozen.
+        Visits do not nest."""
         if self._active is not None:
             raise ConfigError(f"{block} cannot be activated: {self._active.block} still is; leave its visit first")
-        if block not in self.partition.blocks:
+        if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
         self._activate(block)
+        tail, matrices = self.tail_of(block), hidden_matrices(self.partition)
         try:
-            yield self
+            with moving(self.tail, tail, matrices=matrices, learning_rate=lambda: self.param_groups[0]["lr"]):
+                yield self
         finally:
             self._retire()
 
     def expect(self, block: Block) -> None:
         """The next visit will be to `block`: begin to read its state, where that takes time. Only a hint."""
-        self.store.prefetch(block.index)
+        here = () if self._active is None else self._active.block.members
+        for index in block.members:
+            if index not in here:
+                self.store.prefetch(index)
 
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
         masters = self._frozen.activate(block)
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
-        state = self._state_to_restore(block)
-        if state is not None:
-            active.restore(state)
+        for index in block.members:
+            state = self._kept.take(index)
+            if state is not None:
+                active.restore(state)
         self._active = active
 
     def _retire(self) -> None:
-        active, self._active = self._require_active(), None
+        active, self._active = self.in_visit, None
         block = active.block
         self._frozen.retire(block, active.masters)
         release(self.partition)
         try:
-            self.store.put(block.index, active.state())
+            for index in block.members:
+                self.store.put(index, active.state(self.partition[index]))
         finally:
             del active  # masters and moments make room for packing
             self._frozen.rest(block)
-
-    def _state_to_restore(self, block: Block) -> BlockState | None:
-        state = self.block_state(block.index)
-        if self._resumed is not None and self._resumed[0] == block.index:
-            self._resumed = None
-        return state
-
-    def _require_active(self) -> Active:
-        if self._active is None:
-            raise ConfigError("no block is active: use 'with optimizer.visit(block):'")
-        return self._active
 
     # -- inside a visit -------------------------------------------------------------------------------------------
 
@@ -136,70 +155,73 @@ class BlockOptimizer:
         return None if self._active is None else self._active.block
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The active optimizers' groups, as in `torch.optim.Optimizer`."""
-        return [group for optimizer in self._require_active().optimizers for group in optimizer.param_groups]
-
-    @property
     def in_visit(self) -> Active:
         """What exists of the active block alone: what is trained, its gradients and its state."""
-        return self._require_active()
+        if self._active is None:
+            raise ConfigError("no block is active: use 'with optimizer.visit(block):'")
+        return self._active
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The active optimizers' groups, as in `torch.optim.Optimizer`."""
+        return [group for optimizer in self.in_visit.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
         """One optimizer step on the active block. With masters it uses the gradients up."""
-        active = self._require_active()
+        active = self.in_visit
         active.step()
         self.steps += 1
-        self.changed_at[active.block.index] = self.steps
+        members = active.block.members
+        for index in members if self.tail is None else range(members[0], len(self.partition)):
+            self.changed_at[index] = self.steps
 
     def zero_grad(self) -> None:
         """Free the active block's gradients; its masters' too, which `model.zero_grad()` does not know."""
-        self._require_active().zero_grad()
+        self.in_visit.zero_grad()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the active block, in the precision they are accumulated in."""
-        return self._require_active().gradients()
+        return self.in_visit.gradients()
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
-        return self._require_active().clip_grad_norm(max_norm)
+        return self.in_visit.clip_grad_norm(max_norm)
 
     def scale_learning_rate(self, factor: float) -> None:
         """Set every group's rate to `factor` times the rate it was built with."""
         for group in self.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this optimizer holds beside the model's own tensors, by part of memory: the visit's "master",
+        "gradients" and "moments"; "frozen" weights that are packed; on the "host", what frozen blocks have there."""
+        return {**self._frozen.tensors(), **({} if self._active is None else self._active.tensors())}
+
     def state_bytes(self) -> int:
         """Bytes of the active optimizer's state tensors (for Adam: both moments and the step counts)."""
-        return self._require_active().state_bytes()
+        return self.in_visit.state_bytes()
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
-        trained = {
-            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=self._trained_dtype(p), device="meta"))
-            for name, p in block.parameters.items()
-        }
-        optimizers = self.recipe.build(trained, without=("fused", "foreach", "capturable"))
-        step_without_memory(optimizers)
-        return Active(block, trained, optimizers).state_bytes()
+        return self.recipe.state_bytes(block, self.precision.master)
+
+    def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
+        """What moves beside `block` in a visit to it: every parameter of the blocks above, if there is a `tail`."""
+        return self.partition.above(block) if self.tail is not None else {}
 
     def weight_bytes(self, block: Block) -> int:
         """Device bytes of the model's weights in a visit to `block`, less those that are awake for a layer's run."""
         return self._frozen.device_bytes(block)
 
-    def _trained_dtype(self, weight: nn.Parameter) -> torch.dtype:
-        return self.precision.master or weight.dtype
-
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Plain values: the active block (None between visits), steps taken, the step that last moved each block.
+        """Plain values: the active blocks (none between visits), steps taken, the step that last moved each block.
 
-        A block that was active when what was loaded was saved counts as active until its next activation.
+        Blocks that were active when what was loaded was saved count as active until their next activation.
         """
-        waiting = None if self._resumed is None else self._resumed[0]
         return {
-            "active": waiting if self._active is None else self._active.block.index,
+            "active": list(self._kept.waiting if self._active is None else self._active.block.members),
             "steps": self.steps,
             "changed_at": list(self.changed_at),
         }
@@ -207,17 +229,14 @@ class BlockOptimizer:
     def block_state(self, index: int) -> BlockState | None:
         """Block `index`'s optimizer state on the host, not to be changed: the active one's own (a copy), else what was
         kept of it; None where there is none."""
-        if self._active is not None and self._active.block.index == index:
-            return to_host(self._active.state())
-        if self._resumed is not None and self._resumed[0] == index:
-            return self._resumed[1]
-        return self.store.get(index)
+        if self._active is not None and index in self._active.block.members:
+            return to_host(self._active.state(self.partition[index]))
+        return self._kept.get(index)
 
     def has_state(self, index: int) -> bool:
         """Whether `block_state` would return something, without reading it."""
-        active = self._active is not None and self._active.block.index == index
-        resumed = self._resumed is not None and self._resumed[0] == index
-        return active or resumed or self.store.holds(index)
+        active = self._active is not None and index in self._active.block.members
+        return active or self._kept.holds(index)
 
     def block_weights(self, index: int) -> dict[str, Tensor]:
         """Block `index`'s weights as training left them, packed or not, on the host and not to be changed."""
@@ -231,13 +250,13 @@ class BlockOptimizer:
     def block_remainders(self, index: int) -> Remainders:
         """What the weights of block `index` leave out of its fp32 values (int16); empty where nothing is kept of it."""
         active = self._active
-        if active is not None and active.block.index == index and active.masters is not None:
-            return active.masters.remainders()
+        if active is not None and index in active.block.members and active.masters is not None:
+            return active.masters.remainders(self.partition[index].parameters)
         return self._frozen.remainders(self.partition[index])
 
     def has_remainders(self, index: int) -> bool:
         """Whether `block_remainders` would return something, without making it."""
-        is_active = self._active is not None and self._active.block.index == index
+        is_active = self._active is not None and index in self._active.block.members
         return self.precision.has_master if is_active else bool(self._frozen.remainders(self.partition[index]))
 
     def close(self) -> None:
@@ -247,35 +266,21 @@ class BlockOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beyond the model's weights: position, and each block's state and remainders."""
-        states = {block.index: self.block_state(block.index) for block in self.partition}
         return {
             **self.position(),
-            "blocks": {index: state for index, state in states.items() if state is not None},
+            "blocks": {at: self.block_state(at) for at in range(len(self.partition)) if self.has_state(at)},
             "remainders": {block.index: self.block_remainders(block.index) for block in self.partition},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, between visits; the model's weights are restored separately.
 
-        The state of the block that was active then is used at its next activation, whatever the store does. What the
+        The state of blocks that were active then is used at their next activation, whatever the store does. What the
         store held before is gone.
         """
         self._require_between_visits("loading")
-        if len(saved["changed_at"]) != len(self.partition):
-            raise CheckpointError(
-                f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(self.partition)}"
-            )
-        for block in self.partition:
-            remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index == saved["active"]
-            _check_state(block, saved["blocks"].get(block.index, {}))
-            _check_remainders(block, remainders, self.precision, mid_visit=mid_visit)
-        self.store.clear()
-        self._resumed = None
-        for index, state in saved["blocks"].items():
-            if index == saved["active"]:
-                self._resumed = (index, state)
-            else:
-                self.store.put(index, state)
+        _check(saved, self.partition, self.precision)
+        self._kept.load(saved["blocks"], active=_active_in(saved))
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
         self._frozen.load_remainders([dict(saved["remainders"].get(block.index, {})) for block in self.partition])
@@ -283,6 +288,23 @@ class BlockOptimizer:
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
+
+
+def _active_in(saved: Mapping[str, Any]) -> list[int]:
+    """Blocks that were active; before visits to several blocks, one number or None was saved."""
+    active = saved["active"]
+    return active if isinstance(active, list) else [index for index in (active,) if index is not None]
+
+
+def _check(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:
+    if len(saved["changed_at"]) != len(partition):
+        raise CheckpointError(
+            f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(partition)}"
+        )
+    for block in partition:
+        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index in _active_in(saved)
+        _check_state(block, saved["blocks"].get(block.index, {}))
+        _check_remainders(block, remainders, precision, mid_visit=mid_visit)
 
 
 def _check_state(block: Block, state: BlockState) -> None:

@@ -40,12 +40,15 @@ class FrozenWeights:
         """Wake a block for training; its masters, where the precision has them."""
         self._resting.wake(block.parameters.values())
         needed = self.precision.has_master or block.rows
-        return Masters(block, self._remainders[block.index]) if needed else None
+        kept = {name: left for index in block.members for name, left in self._remainders[index].items()}
+        return Masters(block, kept) if needed else None
 
     def retire(self, block: Block, masters: Masters | None) -> None:
         """Keep what a block has become."""
         if masters is not None:
-            self._remainders[block.index] = masters.remainders() if self.precision.keeps_remainder else {}
+            for index in block.members:
+                mine = self._partition[index].parameters
+                self._remainders[index] = masters.remainders(mine) if self.precision.keeps_remainder else {}
             masters.close()
 
     def rest(self, block: Block) -> None:
@@ -76,6 +79,13 @@ class FrozenWeights:
     def load_remainders(self, remainders: list[Remainders]) -> None:
         """Replace all of them."""
         self._remainders = remainders
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What holds the weights that are away, as they rest on the device ("frozen") or not ("host"), and the
+        remainders."""
+        kept = [tensor for remainders in self._remainders for tensor in remainders.values()]
+        resting = self._resting.tensors()
+        return {"frozen": resting["frozen"], "host": [*kept, *resting["host"]]}
 
     def device_bytes(self, active: Block) -> int:
         """Of the model's weights while `active` is trained: its own in the compute dtype, the others as they rest."""

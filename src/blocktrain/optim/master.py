@@ -98,25 +98,23 @@ class Masters:
             self.parameters[name].grad = self._widened(name)
             del self.collected[name]
         yield
-        with torch.no_grad():
-            for name in moving:
-                master, weight = self.parameters[name], self.block.parameters[name]
-                master.grad = None
-                if weight.dtype == torch.bfloat16:
-                    self.block.part(name, weight).copy_(half(master.data))
+        for name in moving:
+            self.parameters[name].grad = None
+        self.write_weights(moving)
 
     @torch.no_grad()
-    def write_weights(self) -> None:
-        """Give the model's bf16 weights the halves of all masters."""
-        for name, weight in self.block.parameters.items():
+    def write_weights(self, names: Iterable[str] | None = None) -> None:
+        """Give the model's bf16 weights the halves of their masters; all, or those of `names`."""
+        for name in self.parameters if names is None else names:
+            weight = self.block.parameters[name]
             if weight.dtype == torch.bfloat16:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
 
-    def remainders(self) -> Remainders:
-        """What the weights leave out of the masters now; nothing where they are fp32."""
+    def remainders(self, names: Iterable[str]) -> Remainders:
+        """What the weights called `names` leave out of their masters now; nothing where they are fp32."""
         return {
-            name: split(master.data)[1].cpu()
-            for name, master in self.parameters.items()
+            name: split(self.parameters[name].data)[1].cpu()
+            for name in names
             if self.block.parameters[name].dtype == torch.bfloat16
         }
 
@@ -133,7 +131,7 @@ def lower(parameters: Mapping[str, nn.Parameter]) -> Remainders:
     remainders = {}
     for name, parameter in parameters.items():
         if parameter.dtype == torch.bfloat16:
-            remainders[name] = torch.zeros(parameter.shape, dtype=torch.int16)
+            remainders[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
         else:
             parameter.data, remainder = split(parameter.data.float())
             remainders[name] = remainder.cpu()

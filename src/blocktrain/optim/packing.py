@@ -10,7 +10,7 @@ group's scale, computed in fp32 and rounded once, so every device and kernel giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_CHUNK = 2**22  # weights unpacked at a time: what is computed in fp32 in between stays small
+_CHUNK = 2**22  # weights packed or unpacked at a time, whole groups: what is computed in fp32 in between stays small
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +59,27 @@ def pack(weight: Tensor, form: Format) -> Packed:
     """The resting form of `weight`, on its device; `fp32` and `bf16` are the weight as it is."""
     match form:
         case "int8":
-            parts = _pack_int8(weight)
+            parts = _in_chunks(weight, _pack_int8)
         case "nf4":
-            parts = _pack_nf4(weight)
+            parts = _in_chunks(weight, _pack_nf4)
         case _:
             parts = (weight,)
     return Packed(form, weight.shape, weight.dtype, parts)
 
 
-def _groups(weight: Tensor, size: int) -> Tensor:
+def _groups(flat: Tensor, size: int) -> Tensor:
     """(groups, size) in fp32, padded with zeros."""
-    flat = weight.reshape(-1)
     return pad(flat, (0, -flat.numel() % size)).view(-1, size).float()
 
 
-def _pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    groups = _groups(weight, INT8_GROUP)
+def _in_chunks(weight: Tensor, pack_flat: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the whole weight."""
+    packed = [pack_flat(part) for part in weight.reshape(-1).split(_CHUNK)]
+    return torch.cat([codes for codes, _ in packed]), torch.cat([scales for _, scales in packed])
+
+
+def _pack_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(flat, INT8_GROUP)
     scales = (groups.abs().amax(1) / 127).to(torch.bfloat16)
     # A scale that bf16 rounded down leaves its largest weight up to 0.25 above 127: less than rounding loses anyway.
     codes = groups.div_(_divisor(scales)).round_().clamp_(-127, 127).to(torch.int8)
@@ -87,10 +92,10 @@ def _unpack_int8(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.
     return weight.view(-1)[: shape.numel()].view(shape)
 
 
-def _pack_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    groups = _groups(weight, NF4_GROUP)
+def _pack_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(flat, NF4_GROUP)
     scales = groups.abs().amax(1).to(torch.bfloat16)
-    values = torch.tensor(NF4_VALUES, device=weight.device)
+    values = torch.tensor(NF4_VALUES, device=flat.device)
     codes = torch.bucketize(groups.div_(_divisor(scales)), (values[1:] + values[:-1]) / 2, out_int32=True)
     high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
     return high << 4 | low, scales

@@ -86,25 +86,40 @@ def preset(name: str) -> Precision:
     return PRESETS[name]
 
 
+# Scalars split or joined at a time: what is in between takes 4 to 8 bytes each, and a block's matrix can be large.
+_AT_A_TIME = 2**22
+
+
 def half(master: Tensor) -> Tensor:
     """fp32 of any shape -> the bf16 that stands for it in the model.
 
     Rounds half up: unbiased to 3e-6, where truncation, as exact, would shrink every weight by 0.3 %. A NaN stays one:
     rounding would carry 0x7fffffff, the NaN that GPUs make, into -0.0.
     """
-    bits = master.contiguous().view(torch.int32).add(0x8000)
-    high = bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-    return high.masked_fill_(master.isnan(), torch.nan)
+    upper = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+    for part, into in zip(_pieces(master), _pieces(upper), strict=True):
+        bits = part.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
+        into.copy_(bits.to(torch.int16).view(torch.bfloat16).masked_fill_(part.isnan(), torch.nan))
+    return upper
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 of any shape -> (bf16 half, int16 remainder) of the same shape."""
     upper = half(master)
-    remainder = master.contiguous().view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)
-    return upper, remainder.to(torch.int16)
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    for part, high, into in zip(_pieces(master), _pieces(upper), _pieces(remainder), strict=True):
+        into.copy_(part.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16))
+    return upper, remainder
 
 
 def join(upper: Tensor, remainder: Tensor) -> Tensor:
     """(bf16 half, int16 remainder) -> the fp32 master they were split from, bit for bit (a NaN: as some NaN)."""
-    high = upper.contiguous().view(torch.int16).to(torch.int32)
-    return (high << 16).add_(remainder.to(torch.int32)).view(torch.float32)
+    master = torch.empty(upper.shape, dtype=torch.float32, device=upper.device)
+    for high, low, into in zip(_pieces(upper), _pieces(remainder), _pieces(master), strict=True):
+        bits = into.view(torch.int32)
+        bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    return master
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.contiguous().view(-1).split(_AT_A_TIME)

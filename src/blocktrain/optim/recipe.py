@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blocktrain.blocks.block import Partition
+from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import ConfigError
 from blocktrain.optim.adamw8bit import AdamW8bit
 from blocktrain.optim.decay import Undecayed, undecayed_ids
@@ -35,6 +37,7 @@ class Recipe:
         undecayed: Undecayed,
         moments: Moments = "fp32",
     ):
+        self.arguments = (choice, others, undecayed)  # as they were given, to make the same for another partition
         shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
         self.choice = _with_moments(choice, moments)
         self.others = _with_moments(others or (torch.optim.AdamW, shared), moments)
@@ -42,7 +45,7 @@ class Recipe:
         self._undecayed = {
             name for block in partition for name, parameter in block.parameters.items() if id(parameter) in alone
         }
-        self._matrices = _hidden_matrices(partition) if issubclass(choice[0], torch.optim.Muon) else None
+        self._matrices = hidden_matrices(partition) if issubclass(choice[0], torch.optim.Muon) else None
 
     def build(
         self, trained: Mapping[str, nn.Parameter], *, without: Collection[str] = ()
@@ -56,6 +59,17 @@ class Recipe:
                 kept = {key: value for key, value in options.items() if key not in without}
                 optimizers.append(cls(self._groups(cls, mine), **kept))
         return optimizers
+
+    def state_bytes(self, block: Block, master: torch.dtype | None) -> int:
+        """Bytes of the state that optimizers of `block` will have: a step is taken on tensors without memory."""
+        trained = {
+            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=master or p.dtype, device="meta"))
+            for name, p in block.parameters.items()
+        }
+        optimizers = self.build(trained, without=("fused", "foreach", "capturable"))
+        step_without_memory(optimizers)
+        states = [entries for optimizer in optimizers for entries in optimizer.state.values()]
+        return sum(value.nbytes for entries in states for value in entries.values() if torch.is_tensor(value))
 
     def _groups(self, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
         """Parameters with and without weight decay."""
@@ -77,7 +91,7 @@ def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
     return AdamW8bit, options
 
 
-def _hidden_matrices(partition: Partition) -> set[str]:
+def hidden_matrices(partition: Partition) -> set[str]:
     """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
     return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
 
@@ -92,7 +106,7 @@ def steps_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Take a step on parameters of the meta device: the state it leaves has the shapes of a real one."""
-    with _AnyNumber():
+    with any_number():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -100,10 +114,14 @@ def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             optimizer.step()
 
 
-class _AnyNumber(TorchDispatchMode):
-    """Lets a step without memory read a number out of a tensor (Adafactor its norm, ASGD its rate): any will do."""
+def any_number() -> AbstractContextManager[object]:
+    """Inside, a step without memory may read a number out of a tensor (Adafactor its norm, ASGD its rate): any will
+    do. Numbers in real tensors are read as they are."""
+    return _AnyNumber()
 
+
+class _AnyNumber(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -145,6 +145,14 @@ class Resting:
             return 0
         return sum(part.nbytes for part in pack(torch.empty_like(parameter, device="meta"), self._form).parts)
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What is held: packed on the device ("frozen") or on the "host"; copies on their way are frozen, too."""
+        on_host = isinstance(self._place, OnHost)
+        packed = [part for rested in self._rested.values() for part in rested.packed.parts]
+        coming = [part for unit in self._coming.values() for parts in unit.values() for part in parts]
+        values = [rested.value for rested in self._rested.values()]
+        return {"frozen": coming if on_host else packed, "host": [*values, *packed] if on_host else values}
+
     # -- as the model runs ----------------------------------------------------------------------------------------
 
     def woken(self, unit: int) -> dict[nn.Parameter, Tensor]:

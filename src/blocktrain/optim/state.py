@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +186,37 @@ class KeepOnDisk:
 
     def _path(self, block: int) -> Path:
         return Path(self.folder) / f"block-{block}.safetensors"
+
+
+class Kept:
+    """The states of frozen blocks: in `store`, but for those of the visit that a checkpoint was taken in, which wait
+    here for their blocks' next activation, whatever the store does."""
+
+    def __init__(self, store: StateStore):
+        self.store = store
+        self.waiting: dict[int, BlockState] = {}
+
+    def get(self, block: int) -> BlockState | None:
+        """A block's state on the host, not to be changed; None where there is none."""
+        return self.waiting[block] if block in self.waiting else self.store.get(block)
+
+    def take(self, block: int) -> BlockState | None:
+        """The same, for its activation."""
+        state = self.get(block)
+        self.waiting.pop(block, None)
+        return state
+
+    def holds(self, block: int) -> bool:
+        """Whether `get` would return something."""
+        return block in self.waiting or self.store.holds(block)
+
+    def load(self, states: Mapping[int, BlockState], *, active: Collection[int]) -> None:
+        """Forget everything and take `states`, of which those of `active` wait."""
+        self.store.clear()
+        self.waiting = {index: state for index, state in states.items() if index in active}
+        for index, state in states.items():
+            if index not in active:
+                self.store.put(index, state)
 
 
 def _mapped(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState:

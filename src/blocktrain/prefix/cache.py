@@ -27,6 +27,7 @@ from blocktrain.model.cut import Cut
 from blocktrain.prefix.encoding import Encoding, Fields
 from blocktrain.prefix.ledger import Key, Ledger, fingerprints
 from blocktrain.prefix.store import Layout, Store, layout_of
+from blocktrain.runtime import SideStream
 
 MakeStore = Callable[[str, int, Layout], Store]  # (name, slots, layout) -> store
 Batch = Mapping[str, Any]
@@ -89,7 +90,8 @@ class PrefixCache:
         self._shelves: dict[str, _Shelf] = {}
         self._current = ""  # the shelf in use where there is one for all levels
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocktrain-prefetch")
-        self._coming: tuple[np.ndarray, Future[Tensor]] | None = None
+        self._coming: tuple[np.ndarray, Future[Fields]] | None = None
+        self._side = SideStream(next(cut.chain.model.parameters()).device)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -146,14 +148,14 @@ class PrefixCache:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def fetch(self, slots: np.ndarray, batch: Batch) -> Tensor:
-        """Hidden states at the visit's level for `slots`, (B, ...), on the batch's device; rows that are not stored
+        """Hidden states at the visit's level for `slots`, (B, ...), on the model's device; rows that are not stored
         there are computed from `batch` (the model's inputs for these slots) and stored."""
         here = int((self._shelf(self.level).ledger.levels[slots] == self.level).sum())
         if here < len(slots):
             hidden = self.fill(slots, batch)
         else:
             start = time.perf_counter()
-            hidden = self._awaited(slots, _device(batch))
+            hidden = self._awaited(slots)
             self.statistics.wait_seconds += time.perf_counter() - start
         self.statistics.asked += len(slots)  # only now: a full disk sends the caller back to the whole model
         self.statistics.hits += here
@@ -162,22 +164,22 @@ class PrefixCache:
     def fill(self, slots: np.ndarray, batch: Batch) -> Tensor:
         """The same without a step that asks: compute and store what is missing of `slots`."""
         start = time.perf_counter()
-        shelf, device = self._shelf(self.level), _device(batch)
+        shelf = self._shelf(self.level)
         here = shelf.ledger.levels[slots] == self.level
-        parts = [(np.flatnonzero(here), self._read(shelf, slots[here], device))] if here.any() else []
+        parts = [(np.flatnonzero(here), self._read(shelf, slots[here]))] if here.any() else []
         for at, source in self._sources(slots, ~here):
-            parts.append((at, self._compute(source, slots[at], _rows_of(batch, at, len(slots)), device)))
+            parts.append((at, self._compute(source, slots[at], _rows_of(batch, at, len(slots)))))
         self.statistics.fill_seconds += time.perf_counter() - start
         if len(parts) == 1:
             return parts[0][1]
         order = np.argsort(np.concatenate([at for at, _ in parts]))
-        return torch.cat([hidden for _, hidden in parts])[torch.from_numpy(order).to(device)]
+        return torch.cat([hidden for _, hidden in parts])[torch.from_numpy(order).to(self._side.device)]
 
-    def prefetch(self, slots: np.ndarray, device: torch.device) -> None:
+    def prefetch(self, slots: np.ndarray) -> None:
         """Start reading `slots` in the background if they are all stored: the next `fetch` will ask for them."""
         shelf = self._shelf(self.level)
         if (shelf.ledger.levels[slots] == self.level).all():
-            self._coming = (slots, self._reader.submit(self._read, shelf, slots, device))
+            self._coming = (slots, self._reader.submit(self._fetched, shelf, slots))
 
     def missing(self, slots: np.ndarray) -> np.ndarray:
         """Those of `slots` that a fetch would have to compute."""
@@ -191,20 +193,28 @@ class PrefixCache:
             shelf.close(keep_files=keep_files)
         self._shelves = {}
 
-    def _awaited(self, slots: np.ndarray, device: torch.device) -> Tensor:
+    def _awaited(self, slots: np.ndarray) -> Tensor:
         coming, self._coming = self._coming, None
         if coming is not None and np.array_equal(coming[0], slots):
-            return coming[1].result()
-        return self._read(self._shelf(self.level), slots, device)
+            return self._decoded(coming[1].result())
+        return self._read(self._shelf(self.level), slots)
 
     def _settle(self) -> None:
         """Wait for a read in the background that nobody will ask for."""
         if self._coming is not None:
             self._coming[1].exception()
+            self._side.join()
             self._coming = None
 
-    def _read(self, shelf: _Shelf, slots: np.ndarray, device: torch.device) -> Tensor:
-        fields = {name: rows.to(device, non_blocking=True) for name, rows in shelf.store.read(slots).items()}
+    def _read(self, shelf: _Shelf, slots: np.ndarray) -> Tensor:
+        return self._decoded(self._fetched(shelf, slots))
+
+    def _fetched(self, shelf: _Shelf, slots: np.ndarray) -> Fields:
+        """On their way to the device, beside what it computes; in the background, in the reader's thread."""
+        return {name: self._side.to_device(rows) for name, rows in shelf.store.read(slots).items()}
+
+    def _decoded(self, fields: Fields) -> Tensor:
+        self._side.join()
         return self.encoding.decode(fields, self._dtype)
 
     def _sources(self, slots: np.ndarray, wanted: np.ndarray) -> list[tuple[np.ndarray, tuple[int, _Shelf | None]]]:
@@ -221,12 +231,10 @@ class PrefixCache:
             for level, name in groups
         ]
 
-    def _compute(
-        self, source: tuple[int, _Shelf | None], slots: np.ndarray, batch: Batch, device: torch.device
-    ) -> Tensor:
+    def _compute(self, source: tuple[int, _Shelf | None], slots: np.ndarray, batch: Batch) -> Tensor:
         """Run `batch` from a stored level, or from its inputs, up to the visit's level; store what it passes."""
         level, shelf = source
-        hidden = None if shelf is None else self._read(shelf, slots, device)
+        hidden = None if shelf is None else self._read(shelf, slots)
         targets = [self.level] if self._levels is None else [at for at in self._levels if level < at <= self.level]
         states = self.cut.states(batch, targets, level=level, hidden=hidden)
         result = states[self.level]
@@ -291,10 +299,6 @@ class PrefixCache:
             shelf.ledger.unmark(np.flatnonzero(shelf.ledger.levels < best))  # moved up to a shelf of another shape
             if name != self._shelf_name(level) and not shelf.ledger.levels.any():
                 self._shelves.pop(name).close()
-
-
-def _device(batch: Batch) -> torch.device:
-    return next(value.device for value in batch.values() if isinstance(value, Tensor))
 
 
 def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import cachesection, comparison, figures, samples
+from blocktrain.report import cachesection, comparison, figures, memorysection, samples
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
@@ -45,7 +45,9 @@ def page(runs: Sequence[RunRecord]) -> str:
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
-        part(run, name) for part in (cachesection.section, samples.section, _evaluations) for run, name in named
+        part(run, name)
+        for part in (memorysection.section, cachesection.section, samples.section, _evaluations)
+        for run, name in named
     )
     footer = "".join(_details(run, name) for run, name in named)
     return document(
@@ -103,6 +105,8 @@ def _meta(run: RunRecord) -> str:
     state = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
     told = [header.method, header.optimizer, header.precision]
     told += [state.get(header.state, header.state)] if not run.is_full else []
+    told += ["visits train all blocks above too"] if header.span == "suffix" else []
+    told += [f"tail moved by {header.tail}"] if header.tail != "none" else []
     told.append(str(run.details.get("started", "")))
     told.append(f"ended: {run.end.reason}" if run.end else "")
     return " · ".join(text for text in told if text)

@@ -46,6 +46,8 @@ class Header:
     optimizer: str = ""
     precision: str = ""
     state: str = ""
+    span: str = "block"
+    tail: str = "none"
     blocks: tuple[BlockInfo, ...] = ()
 
 
@@ -59,6 +61,31 @@ class Cost:
     theory_blocks: tuple[int, ...]
     memory_full: Bytes
     memory_blocks: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes by part at the worst moment of a step, those on the host beside them, and the operation that made it so."""
+
+    parts: Bytes
+    host_bytes: int = 0
+    operation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """The `memory` record: the tracked peak of full training and of each block."""
+
+    full: Peak
+    blocks: tuple[Peak, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The `micro_batch` record: how many rows at a time `batch.micro_rows = "auto"` came to, and why."""
+
+    micro_rows: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +151,7 @@ class Retirement:
     tokens: int
     seconds: float
     reason: str
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +228,8 @@ class RunRecord:
     cache_choices: Sequence[CacheChoice] = ()
     cache_uses: Sequence[CacheUse] = ()
     samples: Sequence[Sample] = ()
+    tracked: Tracked | None = None
+    micro_batch: MicroBatch | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -227,6 +257,8 @@ class RunRecord:
                 cache_choices=_all(CacheChoice, kinds.get("cache")),
                 cache_uses=_all(CacheUse, kinds.get("cached")),
                 samples=_all(Sample, kinds.get("sample")),
+                tracked=_tracked(kinds["memory"][-1]) if "memory" in kinds else None,
+                micro_batch=_typed(MicroBatch, kinds["micro_batch"][-1]) if "micro_batch" in kinds else None,
                 details=_details(folder / "run.json"),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -323,6 +355,18 @@ def _cost(event: Event) -> Cost:
         memory_full=_bytes(memory["full"]),
         memory_blocks=tuple(_bytes(block) for block in memory["blocks"]),
     )
+
+
+def _tracked(event: Event) -> Tracked:
+    full, *blocks = (
+        Peak(
+            parts=_bytes(peak["parts"]),
+            host_bytes=int(peak.get("host_bytes", 0)),
+            operation=str(peak.get("operation", "")),
+        )
+        for peak in (event["full"], *event["blocks"])
+    )
+    return Tracked(full=full, blocks=tuple(blocks))
 
 
 def _bytes(parts: Mapping[str, Any]) -> Bytes:

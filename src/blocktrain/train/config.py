@@ -25,8 +25,9 @@ from blocktrain.model.kernels import Kernels
 from blocktrain.model.load import ModelConfig
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import Moments, preset
+from blocktrain.optim.tail import Rule, Tail
 from blocktrain.prefix.choice import PrefixConfig
-from blocktrain.schedule import Cyclic
+from blocktrain.schedule import Cyclic, Span
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, read_toml, to_mapping
 from blocktrain.units import Duration
@@ -64,15 +65,18 @@ class ScheduleConfig:
     visit: the longest a visit lasts; an epoch is one pass over the subset.
     sweeps: how many; left out, the run ends by `[stop]`.
     order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
+    span: what a visit trains: its "block"; or the "suffix", every block above it too, which learns more from a token
+        and takes the memory of all these blocks.
     """
 
     visit: Duration
     sweeps: int | None = None
     order: Literal["ascending", "descending", "shuffled"] | tuple[int, ...] = "ascending"
+    span: Span = "block"
     plateau: Plateau | None = None
 
     def __post_init__(self) -> None:
-        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order)  # its own checks
+        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order, span=self.span)  # its own checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,9 @@ class OptimizerConfig:
     state: where a block's moments stay until its next visit.
     moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
+    tail: how what lies above the active block learns, without moments and inside the backward pass: "sgd", normalised,
+        or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
+    tail_rate: the share of `lr` that a tail weight moves by; twice that where it is orthogonalised.
     """
 
     name: str = "AdamW"
@@ -97,12 +104,16 @@ class OptimizerConfig:
     state: Literal["drop", "host", "disk"] = "drop"
     moments: Moments = "fp32"
     max_grad_norm: float | None = None
+    tail: Literal["none"] | Rule = "none"
+    tail_rate: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr must be positive, not {self.lr:g}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
+        if self.tail != "none":
+            Tail(rule=self.tail, rate=self.tail_rate)  # its own checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +145,17 @@ class BatchConfig:
     """What one optimizer step sees.
 
     rows: sequences or images.
-    micro_rows: how many at a time, gradients accumulating in fp32; it divides `rows`. none: all at once.
+    micro_rows: how many at a time, gradients accumulating in fp32; it divides `rows`. none: all at once;
+        "auto": the most that fit into the memory that is free when the run starts.
     """
 
     rows: int = 8
-    micro_rows: int | None = None
+    micro_rows: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ConfigError(f"rows must be at least 1, not {self.rows}")
-        if self.micro_rows is not None and (self.micro_rows < 1 or self.rows % self.micro_rows):
+        if isinstance(self.micro_rows, int) and (self.micro_rows < 1 or self.rows % self.micro_rows):
             raise ConfigError(f"micro_rows = {self.micro_rows} must divide rows = {self.rows}")
 
 
@@ -258,11 +270,23 @@ class RunConfig:
             raise ConfigError("memory.loss_chunk is for vocabularies; leave it out for [images] and [labelled]")
         if self.chat is None and self.evaluation.generate:
             raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
+        if self.optimizer.tail != "none":
+            self._check_tail()
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, not {self.seed}")
         preset(self.precision)
+
+    def _check_tail(self) -> None:
+        """A tail moves in the backward pass, so there must be one a step, and nothing to take back afterwards."""
+        said = f"optimizer.tail = '{self.optimizer.tail}' moves weights in each backward pass"
+        if self.batch.micro_rows not in (None, self.batch.rows):
+            raise ConfigError(f"{said}: leave out batch.micro_rows, and use fewer batch.rows where memory is short")
+        if self.on_nonfinite == "skip":
+            raise ConfigError(f"{said}, so no step can be skipped afterwards: set on_nonfinite = 'stop'")
+        if self.schedule.span == "suffix":
+            raise ConfigError("schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both")
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from blocktrain.blocks.activation import evaluating
-from blocktrain.blocks.block import Partition
+from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.partition import partition
 from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
@@ -25,6 +25,7 @@ from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.precision import preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.tail import Tail
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
@@ -36,9 +37,14 @@ from blocktrain.units import Pace
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands."""
+    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands.
+
+    micro_rows: rows of one forward pass on one rank; where the configuration says "auto", all the rank's until the loop
+        has decided.
+    """
 
     config: RunConfig
+    micro_rows: int
     device: torch.device
     model: nn.Module
     partition: Partition
@@ -50,6 +56,16 @@ class Job:
     pace: Pace
     tokenizer: Tokenizer | None
     ranks: Ranks
+
+    @property
+    def rank_rows(self) -> int:
+        """Of a step's rows, those of one process."""
+        return self.config.batch.rows // self.ranks.size
+
+    @property
+    def trained(self) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        return self.schedule.trained(self.partition)
 
     @property
     def total_steps(self) -> int | None:
@@ -93,16 +109,22 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         with evaluating(model):
             check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
-        visit=config.schedule.visit, sweeps=config.schedule.sweeps, order=config.schedule.order, seed=config.seed
+        visit=config.schedule.visit,
+        sweeps=config.schedule.sweeps,
+        order=config.schedule.order,
+        span=config.schedule.span,
+        seed=config.seed,
     )
-    schedule.blocks_of(0, len(parts))  # a list of blocks is checked against the partition now
+    next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
     if rows > len(task.train):
         raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
     order = RowOrder(len(task.train), seed=config.seed)
     plan = RowPlan(order, config.sampling, rows_per_step=rows, rank=ranks.rank, ranks=ranks.size)
+    micro_rows, rank_rows = config.batch.micro_rows, rows // ranks.size
     job = Job(
         config=config,
+        micro_rows=min(micro_rows, rank_rows) if isinstance(micro_rows, int) else rank_rows,
         device=device,
         model=model,
         partition=parts,
@@ -151,6 +173,7 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
+        tail=None if options.tail == "none" else Tail(rule=options.tail, rate=options.tail_rate),
         **keywords,
     )
 

@@ -29,7 +29,7 @@ from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, NoLog, read_events
 from blocktrain.model.kernels import apply_liger, choose_kernels
-from blocktrain.runtime import peak_memory_bytes
+from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
@@ -37,8 +37,9 @@ from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, sav
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
-from blocktrain.train.measure import opening_events
+from blocktrain.train.measure import logged_opening, opening_events
 from blocktrain.train.memory import saving_memory
+from blocktrain.train.outofmemory import planned
 from blocktrain.train.prefixed import PrefixedSteps
 from blocktrain.train.progress import Progress
 from blocktrain.train.step import StepResult, train_step
@@ -59,6 +60,8 @@ class Loop:
     _prefixed: PrefixedSteps = field(init=False)
     _parallel: Parallel = field(init=False)
     _log: EventLog | NoLog = field(default_factory=NoLog)
+    _memory: Event = field(default_factory=dict)  # the record of that name
+    _peak_bytes: int = 0  # of the visits before
     _started: float = 0.0
     _step_flops: list[int] = field(default_factory=list)
 
@@ -73,18 +76,23 @@ class Loop:
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
-            with saving_memory(self.job.partition, self.job.config.memory), self._prefixed:
+            saving = saving_memory(self.job.partition, self.job.config.memory)
+            with saving, self._prefixed, planned(self.job, self._memory, "between steps"):
                 self._train()
         finally:
             self._log.close()
 
     def _open(self, *, resumed: bool) -> None:
-        """The records `run` and `cost`: counted at the start, read back from the log later."""
+        """The opening records: decided and counted at the start, read back from the log later."""
         opening = self.job.ranks.first(
-            lambda: read_events(self.folder.events)[:2] if resumed else opening_events(self.job, self.method)
+            lambda: logged_opening(self.folder.events) if resumed else opening_events(self.job, self.method)
         )
-        self._step_flops = opening[1]["flops"]["blocks"]
-        self._prefixed = PrefixedSteps(self.job, self.folder.path, opening[1]["flops"]["forward_layers"])
+        told = {event["kind"]: event for event in opening}
+        micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
+        self.job = replace(self.job, micro_rows=min(micro_rows, self.job.rank_rows))
+        self._memory = told["memory"]
+        self._step_flops = told["cost"]["flops"]["blocks"]
+        self._prefixed = PrefixedSteps(self.job, self.folder.path, told["cost"]["flops"]["forward_layers"])
         for event in opening:
             (self._tell if resumed else self._emit)(event)
         if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
@@ -99,6 +107,7 @@ class Loop:
         for visit in job.schedule.visits(job.partition, start=progress.visit):
             if progress.run_over:
                 break
+            reset_peak_memory(job.device)
             with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer.in_visit):
                 following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
                 if following is not None:
@@ -119,14 +128,9 @@ class Loop:
         if not progress.visit_over:  # a resumed visit may have nothing left to do
             self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
-            result = train_step(
-                self.job,
-                self._prefixed,
-                self._parallel,
-                visit,
-                step=progress.step,
-                visit_step=progress.visit_step,
-            )
+            with planned(self.job, self._memory, f"at step {progress.step + 1} in {visit.block}"):
+                place = {"step": progress.step, "visit_step": progress.visit_step}
+                result = train_step(self.job, self._prefixed, self._parallel, visit, **place)
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
@@ -161,12 +165,7 @@ class Loop:
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
         progress.flops += self._step_flops[visit.block.index] - result.flops_saved
-        event = {
-            "kind": "step",
-            **self._now(),
-            **self._place(visit),
-            **result.to_event(),
-        }
+        event = {"kind": "step", **self._now(), **self._place(visit), **result.to_event()}
         logged = progress.step % self.job.config.log_every == 0 or result.skipped
         (self._emit if logged else self._tell)(event)
 
@@ -191,7 +190,10 @@ class Loop:
     def _retire(self, visit: Visit) -> None:
         progress = self.progress
         reason = progress.visit_over or progress.run_over
-        self._emit({"kind": "retire", **self._place(visit), **self._now(), "reason": reason})
+        peak = peak_memory_bytes(self.job.device)
+        self._peak_bytes = max(self._peak_bytes, peak)
+        where = {**self._place(visit), **self._now()}
+        self._emit({"kind": "retire", **where, "reason": reason, "peak_memory_bytes": peak})
         progress.visit, progress.visit_step, progress.visit_over = visit.index + 1, 0, None
 
     def _finish(self) -> None:
@@ -212,7 +214,7 @@ class Loop:
                 **progress.score,
                 "optimizer_bytes": progress.optimizer_bytes,
                 "flops": progress.flops,
-                "peak_memory_bytes": peak_memory_bytes(self.job.device),
+                "peak_memory_bytes": max(self._peak_bytes, peak_memory_bytes(self.job.device)),
             }
         )
 
@@ -221,7 +223,8 @@ class Loop:
     def _evaluate_and_log(self) -> None:
         """Score the model as it is now."""
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
-        with evaluating(job.model):
+        doing = f"while evaluating {settings.batch_rows} rows at a time (evaluation.batch_rows)"
+        with evaluating(job.model), planned(job, self._memory, doing):
             score = job.task.score(
                 job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device, ranks=job.ranks
             )

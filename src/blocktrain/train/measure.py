@@ -6,6 +6,9 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +16,42 @@ import torch
 from blocktrain.blocks.activation import activate, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
-from blocktrain.events import Event
+from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCounter
+from blocktrain.model.tracker import Peak
+from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
+from blocktrain.train.rehearsal import decide_micro_rows, step_shape
+
+OPENING = ("run", "cost", "memory", "micro_batch")
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
-    """The records `run` and `cost` (see `report/run.py` for their fields)."""
-    return [_run_event(job, method), {"kind": "cost", **_costs(job)}]
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/run.py` has their
+    fields)."""
+    decided = [decide_micro_rows(job)] if job.config.batch.micro_rows == "auto" else []
+    for event in decided:
+        job = replace(job, micro_rows=event["micro_rows"])
+    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}, *decided]
+
+
+def logged_opening(path: Path) -> list[Event]:
+    """The same, of a run that has been begun."""
+    return [event for event in read_events(path) if event["kind"] in OPENING]
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    """Tracked peaks of one optimizer step, by part: in a visit to each block, and with all of them active."""
+    step = step_shape(job, job.micro_rows)
+    blocks = predicted_peaks(job.optimizer, step, blocks=job.trained)
+    (full,) = predicted_peaks(job.optimizer, step, partition=job.partition.undivided)
+    return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {"parts": dict(peak.parts), "host_bytes": peak.host_bytes, "operation": peak.operation}
 
 
 def _run_event(job: Job, method: str) -> Event:
@@ -39,6 +68,8 @@ def _run_event(job: Job, method: str) -> Event:
         "optimizer": job.config.optimizer.name,
         "precision": job.config.precision,
         "state": job.config.optimizer.state,
+        "span": job.config.schedule.span,
+        "tail": job.config.optimizer.tail,
         "blocks": [
             {
                 "index": block.index,
@@ -53,29 +84,29 @@ def _run_event(job: Job, method: str) -> Event:
 
 
 def _costs(job: Job) -> dict[str, Any]:
-    """FLOPs of one optimizer step over all its rows, and bytes in one process: all blocks active, and each alone."""
-    mine = job.config.batch.rows // job.ranks.size
-    rows = min(job.config.batch.micro_rows or mine, mine)  # that one process has in hand at once
-    micro_steps = job.config.batch.rows / rows
-    batch = job.task.train.batch(range(rows))
+    """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
+    batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers, micro_steps) for block in (job.partition.whole, *job.partition)]
+    whole, *blocks = [_cost(job, block, batch, layers) for block in (job.partition.whole, *job.trained)]
     return {
         "flops": {
             "full": whole["flops"],
             "blocks": [block["flops"] for block in blocks],
             "theory_full": whole["theory"],
             "theory_blocks": [block["theory"] for block in blocks],
-            "forward_layers": [round(layer.forward_flops * micro_steps) for layer in layers],
+            "forward_layers": [_of_all_rows(job, layer.forward_flops) for layer in layers],
         },
         "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
     }
 
 
-def _cost(
-    job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...], micro_steps: float
-) -> dict[str, Any]:
+def _of_all_rows(job: Job, flops: int) -> int:
+    """From those of a micro-batch."""
+    return flops * job.config.batch.rows // job.micro_rows
+
+
+def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...]) -> dict[str, Any]:
     chain, memory = job.partition.chain, job.config.memory
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
     checkpointed = checkpointed_layers(chain) if memory.checkpointing == "layers" else []
@@ -84,15 +115,18 @@ def _cost(
     with saving_memory(job.partition, memory):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    step = counter.measure(block.parameters)
+    tail = job.optimizer.tail_of(block)
+    moved = {*block.parameters, *tail}
+    step = counter.measure(moved)
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
-    gradients = sum(p.nbytes for p in block.parameters.values()) if micro_steps == 1 or not master else master
+    summed = master and job.micro_rows < job.rank_rows
+    gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
+    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
+    theory = theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed)
     return {
-        "flops": round(step.flops * micro_steps),
-        "theory": round(
-            theoretical_step_flops(layers, _active_shares(job, block), checkpointed=checkpointed) * micro_steps
-        ),
+        "flops": _of_all_rows(job, step.flops),
+        "theory": _of_all_rows(job, theory),
         "memory": {
             "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
             "master": master,
@@ -103,12 +137,12 @@ def _cost(
     }
 
 
-def _active_shares(job: Job, block: Block) -> dict[int, float]:
-    """Of each layer that a block owns something of, the share of its weights that get gradients: a matrix whole, even
+def _moved_shares(job: Job, moved: Collection[str]) -> dict[int, float]:
+    """Of each layer of which something is moved, the share of its weights that get gradients: a matrix whole, even
     where the block owns rows of it only."""
     shares = {}
     for index, owned in enumerate(job.partition.chain.owned):
-        mine = sum(parameter.numel() for name, parameter in owned.items() if name in block.parameters)
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)
         if mine:
             shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
     return shares

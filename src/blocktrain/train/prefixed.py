@@ -107,7 +107,7 @@ class PrefixedSteps:
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next call of `running` will want."""
         if self.active and self._cache is not None:
-            self._cache.prefetch(rows.slots, self.job.device)
+            self._cache.prefetch(rows.slots)
 
     @property
     def active(self) -> bool:
@@ -203,8 +203,7 @@ class PrefixedSteps:
     def _measure_rate(self, visit: Visit, level: int) -> None:
         """FLOPs per second of the prefix, on a micro-batch."""
         self._cut.check(self._sample(visit, 1), level)
-        mine = self.job.config.batch.rows // self.job.ranks.size
-        micro_rows = min(self.job.config.batch.micro_rows or mine, mine)
+        micro_rows = self.job.micro_rows
         seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
         self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
 

@@ -81,12 +81,11 @@ def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: Parallel, rows: Ste
 
     While one part is computed, what the next one needs from a prefix cache is read: its rows, or the next step's.
     """
-    micro = job.config.batch.micro_rows or len(rows.rows)
-    parts = job.rows.mine(rows).split(micro)
+    parts = job.rows.mine(rows).split(job.micro_rows)
     weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
     total = int(job.task.train.weights(rows.rows).sum())
     loss = 0.0
-    after = job.rows.mine(following).split(micro)[0]
+    after = job.rows.mine(following).split(job.micro_rows)[0]
     for part, weight, coming in zip(parts, weights, [*parts[1:], after], strict=True):
         batch = to_device(job.task.train.batch(part.rows, variant=part.variant), job.device)
         with prefixed.running(part, batch):

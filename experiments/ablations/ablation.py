@@ -1,0 +1,228 @@
+"""What each idea buys: tokens, counted FLOPs and tracked memory to full training's loss, with the same optimizer.
+
+    python experiments/ablations/ablation.py --runs FOLDER [--budget MINUTES] [--seeds N] [--methods NAMES] [--write]
+
+Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss.
+Seeds 1 to N - 1 are then trained at the best rates. A run that is finished is not taken again, one that was interrupted
+goes on; after `--budget` no new one begins. `--write` puts what is there into result.json and the table of docs/LOG.md.
+
+The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
+training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
+passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off the forward pass of
+the frozen prefix, as if a cache of it filled itself. Memory is the tracked peak of a step, of the worst visit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import blocktrain as bt
+from blocktrain.events import read_events
+from blocktrain.report.multiplier import tokens_to_reach
+from blocktrain.report.run import RunRecord
+from blocktrain.runtime import environment
+
+HERE = Path(__file__).resolve().parent
+LOG = HERE.parents[1] / "docs" / "LOG.md"
+BEGIN, END = "<!-- written by ablation.py -->\n", "<!-- end -->\n"
+
+RATES = (1e-3, 2e-3, 4e-3)
+METHODS: dict[str, list[str]] = {
+    "full": ["blocks.count=1", "schedule.visit=400 steps", "stop.duration=400 steps"],
+    "blocks, M=3": [],
+    "suffix, M=3": ["schedule.span=suffix"],
+    "tail sgd, M=3": ["optimizer.tail=sgd"],
+    "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
+    "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
+}
+
+
+def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
+    """Where a run lies."""
+    return runs / f"{method.replace(', ', '-').replace(' ', '-')}-{rate:g}-seed{seed}"
+
+
+def train(runs: Path, method: str, rate: float, seed: int) -> None:
+    """Take a run, or go on with it, unless it is finished."""
+    folder = folder_of(runs, method, rate, seed)
+    overrides = [*METHODS[method], f"optimizer.lr={rate}", f"seed={seed}", f"text.cache={runs}"]
+    config = bt.RunConfig.load(HERE / "ablation.toml", overrides)
+    if not (folder / "run.json").exists():
+        bt.run(config, folder, method="full" if method == "full" else "bcd")
+    elif RunRecord.load(folder).end is None:
+        bt.resume(folder)
+
+
+def finished(runs: Path, method: str, rate: float, seed: int) -> RunRecord | None:
+    """The record of a run that reached its end."""
+    folder = folder_of(runs, method, rate, seed)
+    record = RunRecord.load(folder) if (folder / "events.jsonl").exists() else None
+    return record if record is not None and record.end is not None else None
+
+
+def last_loss(record: RunRecord) -> float:
+    """Its last validation loss, nats per byte."""
+    return record.evaluations[-1].loss
+
+
+def best_rate(runs: Path, method: str) -> float | None:
+    """The rate with the lowest last loss; None until all of them were tried."""
+    tried = {rate: finished(runs, method, rate, 0) for rate in RATES}
+    done = {rate: last_loss(record) for rate, record in tried.items() if record is not None}
+    return min(done, key=lambda rate: done[rate]) if len(done) == len(RATES) else None
+
+
+def planned(runs: Path, methods: list[str], seeds: int) -> Iterator[tuple[str, float, int]]:
+    """The search first, then the further seeds at what it found."""
+    for method in methods:
+        for rate in RATES:
+            yield method, rate, 0
+    for seed in range(1, seeds):
+        for method in methods:
+            rate = best_rate(runs, method)
+            if rate is not None:
+                yield method, rate, seed
+
+
+def flops(record: RunRecord, folder: Path, step: float) -> tuple[float, float]:
+    """Of the first `step` steps, without a cache and with one that fills itself."""
+    cost = next(event for event in read_events(folder / "events.jsonl") if event["kind"] == "cost")["flops"]
+    bottoms = [sum(block.layers for block in record.header.blocks[:index]) for index in range(len(cost["blocks"]))]
+    saved = [sum(cost["forward_layers"][:bottom]) for bottom in bottoms]
+    begun = [visit.step for visit in record.visits]
+    uncached = cached = 0.0
+    for visit, stop in zip(record.visits, [*begun[1:], step], strict=True):
+        steps = max(min(step, stop) - visit.step, 0)
+        uncached += steps * cost["blocks"][visit.block]
+        cached += steps * (cost["blocks"][visit.block] - saved[visit.block])
+    return uncached, cached
+
+
+def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
+    """One run beside full training of the same seed; None where one of them is missing."""
+    mine, full = finished(runs, method, rate, seed), finished(runs, "full", full_rate, seed)
+    if mine is None or full is None or mine.tracked is None or full.cost is None:
+        return None
+    target = last_loss(full)
+    tokens = tokens_to_reach(target, [(seen.tokens, seen.loss) for seen in mine.evaluations])
+    spent: tuple[float | None, float | None] = (None, None)
+    if tokens is not None:
+        whole = full.cost.flops_full * full.steps_done
+        step = tokens / mine.header.tokens_per_step
+        spent = tuple(count / whole for count in flops(mine, folder_of(runs, method, rate, seed), step))  # pyright: ignore[reportAssignmentType]
+    peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
+    return {
+        "method": method,
+        "rate": rate,
+        "seed": seed,
+        "loss": last_loss(mine),
+        "target": target,
+        "tokens": mine.tokens,
+        "multiplier": None if tokens is None else tokens / full.tokens,
+        "flops": spent[0],
+        "flops_cached": spent[1],
+        "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
+        "peak_bytes_full": sum(mine.tracked.full.parts.values()),
+        "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
+    }
+
+
+def collected(runs: Path, seeds: int) -> dict[str, Any]:
+    """What was measured: the search, and each method at its best rate."""
+    rates = {method: best_rate(runs, method) for method in METHODS}
+    full = rates["full"]
+    found = [
+        row(runs, method, rate, seed, full)
+        for method, rate in rates.items()
+        for seed in range(seeds)
+        if rate is not None and full is not None
+    ]
+    search = {
+        method: {
+            f"{rate:g}": round(last_loss(record), 4) for rate in RATES if (record := finished(runs, method, rate, 0))
+        }
+        for method in METHODS
+    }
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "experiments/ablations/ablation.py", *sys.argv[1:]]),
+        "environment": environment(torch.device("cpu")),
+        "search": search,
+        "rows": [item for item in found if item is not None],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows by method, averaged over its seeds."""
+    lines = [
+        "| method | rate | seeds | last loss | B-F multiplier | FLOPs, uncached | cached | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method in METHODS:
+        rows = [item for item in result["rows"] if item["method"] == method]
+        if not rows:
+            continue
+        peak = statistics.mean(max(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows)
+        mean = statistics.mean(
+            sum(item["peak_bytes"]) / len(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows
+        )
+        cells = [
+            method,
+            f"{rows[0]['rate']:g}",
+            str(len(rows)),
+            _each(rows, "loss", 3),
+            *(_each(rows, key, 2) for key in ("multiplier", "flops", "flops_cached")),
+            f"{peak:.2f}, average {mean:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
+    """The mean over seeds and, of several, the range; what was not reached says so."""
+    values = [item[key] for item in rows]
+    if None in values:
+        return "not reached"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def write(result: dict[str, Any]) -> None:
+    """result.json, and the table between the log's markers."""
+    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    before, _, rest = LOG.read_text().partition(BEGIN)
+    LOG.write_text(f"{before}{BEGIN}{table(result)}{END}{rest.partition(END)[2]}")
+
+
+def main() -> None:
+    """Train what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="minutes after which no run begins")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    started = time.monotonic()
+    for method, rate, seed in planned(options.runs, options.methods, options.seeds):
+        if time.monotonic() - started > 60 * options.budget:
+            break
+        train(options.runs, method, rate, seed)
+    result = collected(options.runs, options.seeds)
+    print(json.dumps(result["search"], indent=1), table(result), sep="\n")
+    if options.write:
+        write(result)
+
+
+if __name__ == "__main__":
+    main()

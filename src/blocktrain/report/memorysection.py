@@ -1,0 +1,58 @@
+"""The page's section on tracked memory: the parts that were alive at the worst moment of each block's step."""
+
+from __future__ import annotations
+
+from html import escape
+
+from blocktrain.report.figures import figure
+from blocktrain.report.numerals import ABSENT
+from blocktrain.report.run import Peak, RunRecord
+from blocktrain.units import format_bytes
+
+ORDER = ("frozen", "active", "master", "gradients", "moments", "activations", "logits")  # what is left is "other"
+
+
+def section(run: RunRecord, name: str) -> str:
+    """The section, `name` in its title where there are several runs; nothing where the log has no peaks."""
+    if run.tracked is None:
+        return ""
+    title = "Memory by part, tracked" + (f" of {name}" if name else "")
+    headings = ("", "peak", *ORDER, "other", "cache", "on the host", "worst at", "measured")
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
+    body = _row("full training", run.tracked.full, None, None)
+    if not run.is_full:
+        for index, peak in enumerate(run.tracked.blocks):
+            body += _row(f"block {index}", peak, _cached(run, index), _measured(run, index))
+    else:
+        body = _row("full training", run.tracked.full, None, _measured(run, 0))
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return figure(title, _note(run), table)
+
+
+def _note(run: RunRecord) -> str:
+    said = (
+        "the worst moment of a visit, run on a copy without memory before the first step: bytes of the tensors alive "
+        "then. What frozen blocks left on the host and what a prefix cache stored lie beside it. Measured: the most "
+        "that PyTorch allocated on a GPU in the block's visits, or the process's resident set on a CPU, which holds "
+        "Python and its libraries too and never shrinks. "
+    )
+    return said + (f"Micro-batches: {run.micro_batch.reason}." if run.micro_batch else "")
+
+
+def _row(label: str, peak: Peak, cached: int | None, measured: int | None) -> str:
+    known = [peak.parts.get(part, 0) for part in ORDER]
+    total = sum(peak.parts.values())
+    counts = [total, *known, total - sum(known), cached, peak.host_bytes]
+    cells = [format_bytes(count) if count else ABSENT for count in counts]
+    cells += [peak.operation.removeprefix("aten.") or ABSENT, format_bytes(measured) if measured else ABSENT]
+    columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(label)}</th>{columns}</tr>\n'
+
+
+def _cached(run: RunRecord, block: int) -> int | None:
+    return max((use.bytes for use in run.cache_uses if use.block == block and use.place != "file"), default=None)
+
+
+def _measured(run: RunRecord, block: int) -> int | None:
+    found = [row.peak_memory_bytes for row in run.retirements if row.block == block and row.peak_memory_bytes]
+    return max(found, default=None)

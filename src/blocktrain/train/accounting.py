@@ -1,0 +1,167 @@
+"""What memory a run will need, by part, before it takes it: its own steps, taken on a copy without memory.
+
+Each block is activated, trained and retired by the code that trains the real model. A first step on gradients of zero
+makes the moments, so that the step that counts is like every later one. `model/tracker.py` tells what was alive at the
+worst moment and whose it was:
+
+    frozen        weights at rest                       active        weights of the block (a shared matrix: whole)
+    master        their fp32 copies                     gradients     as accumulated, and on their way there
+    moments       the optimizer's state                 logits        whatever is as wide as the vocabulary
+    activations   everything else that an operation returned: saved for the backward pass, or used for a moment
+    buffers       BatchNorm statistics, rotary tables   inputs        the batch
+
+On the CPU of a machine with a GPU the copy's device and host memory are one, so `host` (what frozen blocks left
+there) is kept apart by label. Moments kept between visits and a prefix cache lie beside the step and are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.model.fake import fake_copy
+from blocktrain.model.tracker import MemoryTracker, Peak
+from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.optim.recipe import any_number
+
+Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What a step does beside the model: `loss` over each of `micro_steps`, then clip to `max_grad_norm`, update.
+
+    inputs: tensors of the batch, counted as such. saving: what is put around the partition's model for memory's sake.
+    """
+
+    loss: Loss
+    micro_steps: int = 1
+    max_grad_norm: float = float("inf")
+    inputs: Sequence[Tensor] = ()
+    saving: Callable[[Partition], AbstractContextManager[None]] = lambda _partition: nullcontext()
+
+
+def predicted_peaks(
+    optimizer: BlockOptimizer,
+    step: StepShape,
+    *,
+    partition: Partition | None = None,
+    blocks: Sequence[Block] | None = None,
+) -> list[Peak]:
+    """The peak of a visit to each block, on a copy without memory.
+
+    partition: another division of the same model to try; full training is `partition.undivided`. blocks: what visits
+    train, if not each block alone (see `Cyclic.trained`).
+
+    Nothing of the model, the optimizer or the random numbers changes. The batch is real and on the model's device.
+    Of blocks with the same shapes the lowest and the highest are visited, and those between them lie on the line: a
+    peak is a maximum of sums that grow evenly with the layers above, so no true one is higher.
+    """
+    fake = fake_copy(optimizer.partition.model)
+    copy = optimizer.over((partition or optimizer.partition).over(fake.model))
+    members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
+    trained = [copy.partition.union(mine) for mine in members]
+    ends = sorted({index for alike in _alike(trained) for index in (alike[0], alike[-1])})
+    with fake.running(), any_number():
+        known = dict(zip(ends, visited_peaks(copy, step, blocks=[trained[end] for end in ends]), strict=True))
+    for alike in _alike(trained):
+        low, high = alike[0], alike[-1]
+        bottom, top = (_height(copy.partition, trained[end]) for end in (low, high))
+        for index in alike[1:-1]:
+            share = (_height(copy.partition, trained[index]) - bottom) / max(top - bottom, 1)
+            known[index] = _between(known[low], known[high], share)
+    return [known[index] for index in range(len(trained))]
+
+
+def _alike(blocks: Sequence[Block]) -> list[list[int]]:
+    """Positions of blocks whose parameters have the same shapes and places in layers of the same kind, in order."""
+    groups: dict[Any, list[int]] = {}
+    for position, block in enumerate(blocks):
+        places = {path: type(module).__name__ for layer in block.layers for path, module in layer.modules.items()}
+        kind = []
+        for name, parameter in block.parameters.items():
+            path = next(path for path in places if name.startswith(f"{path}."))
+            rows = len(block.part(name, parameter))
+            kind.append((places[path], name.removeprefix(path), rows, parameter.shape, parameter.dtype))
+        groups.setdefault((len(block.layers), *kind), []).append(position)
+    return list(groups.values())
+
+
+def _height(partition: Partition, block: Block) -> int:
+    return partition.chain.layers.index(block.layers[0])
+
+
+def _between(low: Peak, high: Peak, share: float) -> Peak:
+    parts = {
+        part: round((1 - share) * low.parts.get(part, 0) + share * high.parts.get(part, 0))
+        for part in {**low.parts, **high.parts}
+    }
+    return replace(low, parts=dict(sorted(parts.items(), key=lambda item: -item[1])))
+
+
+def visited_peaks(
+    optimizer: BlockOptimizer, step: StepShape, *, blocks: Iterable[Block] | None = None
+) -> Iterator[Peak]:
+    """Visits each of `blocks` (all, in order) for two steps, the first on gradients of zero; the peaks of these visits,
+    activation and retirement included. On real tensors this is real training, and the peak what it took."""
+    model = optimizer.partition.model
+    width = logits_width(optimizer.partition)
+    with step.saving(optimizer.partition), MemoryTracker(logits_width=width) as tracker:
+        for block in optimizer.partition if blocks is None else blocks:
+            tracker.label("frozen", model.parameters())
+            tracker.label("buffers", model.buffers())
+            tracker.label("inputs", step.inputs)
+            _label(tracker, optimizer)
+            tracker.reset_peak()
+            moved = [*block.parameters.values(), *optimizer.tail_of(block).values()]
+            with optimizer.visit(block), _labelled_gradients(tracker, moved):
+                tracker.label("active", block.parameters.values())
+                _make_moments(optimizer, block)
+                _take(step, optimizer, tracker)
+            _label(tracker, optimizer)
+            yield tracker.peak()
+
+
+def logits_width(partition: Partition) -> int | None:
+    """The size of the vocabulary: rows of the last matrix of the chain's last layer."""
+    matrices = [p for _, p in partition.chain.layers[-1].named_parameters() if p.dim() == 2]
+    return matrices[-1].shape[0] if matrices else None
+
+
+def _make_moments(optimizer: BlockOptimizer, block: Block) -> None:
+    """A step on gradients of zero, so that the next one is like all later ones."""
+    torch.stack([weight.sum() * 0 for weight in block.parameters.values()]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _take(step: StepShape, optimizer: BlockOptimizer, tracker: MemoryTracker) -> None:
+    for _ in range(min(step.micro_steps, 2)):  # a third is like the second
+        step.loss(optimizer.partition.model).backward()
+        _label(tracker, optimizer)
+    optimizer.clip_grad_norm(step.max_grad_norm)
+    optimizer.step()
+    _label(tracker, optimizer)
+    optimizer.zero_grad()
+
+
+def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:
+    for part, tensors in optimizer.tensors().items():
+        tracker.label(part, tensors)
+
+
+@contextmanager
+def _labelled_gradients(tracker: MemoryTracker, weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, a weight's gradient counts as one from its birth, also where a master takes it and frees it at once."""
+    hooks = [weight.register_hook(lambda gradient: tracker.label("gradients", [gradient])) for weight in weights]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
