@@ -183,6 +183,23 @@ def test_its_checkpoint_goes_on_in_one_process_and_in_parts(trained: tuple[str, 
     assert run_distributed(go_on, 2, kind, str(checkpoint)) == [second, second]
 
 
+def in_bf16() -> tuple[list[float], str]:
+    """A sweep whose weights and gradients travel in 16 bits; and what the parts are kept in."""
+    with open_ranks() as ranks:
+        sharded = Sharded(ranks, build("llama")[0], ShardingConfig(compute_dtype="bf16", reduce_dtype="bf16"))
+        losses = sweep(ranks, optimizer_of(sharded.partition))
+    return losses, str(next(sharded.partition.model.parameters()).dtype)
+
+
+def test_parts_are_the_masters_of_what_is_computed_in_bf16() -> None:
+    """8 bits of a value: 4e-3 of it, and some layers of that."""
+    expected = sweep(Ranks(), alone("llama"))
+    for losses, dtype in run_distributed(in_bf16, 2):
+        assert losses == pytest.approx(expected, rel=1e-2)
+        assert losses != pytest.approx(expected, rel=TOLERANCE)
+        assert dtype == "torch.float32"
+
+
 def test_what_cannot_be_sharded_is_an_error() -> None:
     partition, layers = build("llama")
     with pytest.raises(ConfigError, match="more than one process"):

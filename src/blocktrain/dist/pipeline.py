@@ -41,6 +41,15 @@ LossOf = Callable[[Any], Tensor]  # of the model's output, a mean (0-d)
 class Pipeline:
     """The processes of a run as a pipeline over `partition`'s model, which each of them has in full.
 
+        pipeline = Pipeline(ranks, partition, PipelineConfig(), costs=costs)
+        optimizer = BlockOptimizer(pipeline.shares, torch.optim.AdamW, lr=1e-4)
+        for visit in schedule.visits(pipeline.shares):
+            with optimizer.visit(visit.block), pipeline.visit(optimizer.in_visit) as steps:
+                loss = steps.backward(micro_batches, weights=[1 / len(micro_batches)] * len(micro_batches))
+                steps.clip_grad_norm(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
     costs: of each layer's forward pass, in any unit (`layer_costs` counts FLOPs).
     shares: of each block, what this process trains; partition your `BlockOptimizer` by them.
     """

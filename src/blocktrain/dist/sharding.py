@@ -44,7 +44,8 @@ class ShardingConfig:
 class Sharded:
     """A partition whose parameters are parts. Sharding changes the model for good.
 
-    partition: the same blocks and names; give this one to `BlockOptimizer`.
+    partition: the same blocks and names; give this one to `BlockOptimizer`, with a precision without masters (the
+        parts are fp32, and `ShardingConfig` says what is computed in). Every forward pass is one of all processes.
     """
 
     def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig):
