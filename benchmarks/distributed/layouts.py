@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import LAYERS, MODEL, TOKENS, VOCABULARY, build
+from steps import MODEL, TOKENS, VOCABULARY, build
 from torch import Tensor
 
 import blocktrain as bt
@@ -43,13 +43,13 @@ sent: Counter[str] = Counter()
 
 def counting() -> None:
     """Note what is handed to gloo from here on."""
-    rank, size, send, made = dist.get_rank(), dist.get_world_size(), dist.isend, dist.P2POp.__init__
+    size, send, made = dist.get_world_size(), dist.isend, dist.P2POp.__init__
     gather, reduce = dist.all_gather_single, dist.reduce_scatter_single
 
     def init(self: Any, op: Any, tensor: Tensor, peer: int | None = None, *args: Any, **keywords: Any) -> None:
         made(self, op, tensor, peer, *args, **keywords)
         if op is send:
-            sent["to the next" if self.peer == (rank + 1) % size else "to the one before"] += tensor.nbytes
+            sent[f"to process {self.peer}"] += tensor.nbytes
 
     def counted_gather(output: Tensor, *args: Any, **keywords: Any) -> Any:
         sent["weights"] += output.nbytes // size * (size - 1)
@@ -139,7 +139,7 @@ def main() -> None:
         layouts[name] = blocks
     told = {
         "question": "bytes that a process hands over in a step, by layout and block; how evenly work is shared",
-        "model": f"{MODEL.replace('1 x', f'{MICRO} micro-batches of 1 x')}, {LAYERS} layers",
+        "model": f"{MODEL.split(', 1 x')[0]}, {MICRO} micro-batches of 1 x {TOKENS} tokens, fp32, AdamW",
         "processes": options.processes,
         "date": datetime.now(UTC).date().isoformat(),
         "environment": environment(torch.device("cpu")),
