@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import transformers as hf
 
 import blocktrain as bt
+from blocktrain.cli.main import main
 from blocktrain.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,13 +106,70 @@ def test_the_commands_on_a_page_exist(page: Path) -> None:
     """Every `blocktrain` subcommand and every option that a page gives it is in that subcommand's help."""
     for line in "\n".join(fenced(page, "sh")).replace("\\\n", " ").splitlines():
         for command in re.findall(r"blocktrain (?:[^&|;#]*)", line):
-            words = shlex.split(command)[1:]
-            shown = subprocess.run(
-                [sys.executable, "-m", "blocktrain", words[0], "--help"], capture_output=True, text=True, check=False
-            )
-            assert shown.returncode == 0, f"{page.name}: there is no 'blocktrain {words[0]}'"
-            for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
-                assert option in shown.stdout, f"{page.name}: 'blocktrain {words[0]}' has no {option}"
+            exists(page, shlex.split(command)[1:])
+
+
+def exists(page: Path, words: list[str]) -> None:
+    shown = help_of(words[0])
+    assert shown is not None, f"{page.name}: there is no 'blocktrain {words[0]}'"
+    for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+        assert option in shown, f"{page.name}: 'blocktrain {words[0]}' has no {option}"
+
+
+@cache
+def help_of(command: str) -> str | None:
+    """What `blocktrain command --help` prints; None where there is no such command."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "blocktrain", command, "--help"], capture_output=True, text=True, check=False
+    )
+    return shown.stdout if shown.returncode == 0 else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_within_a_pages_sentences_exist(page: Path) -> None:
+    for command in re.findall(r"`blocktrain ([^`]+)`", page.read_text()):
+        exists(page, re.sub(r"[\[\]]", " ", command).split())
+
+
+# What makes a run of the tour short; a later --set wins.
+SHORT = [
+    "schedule.visit=2 steps",
+    "schedule.sweeps=1",
+    "evaluation.rows=8",
+    "batch.rows=4",
+    "model.config.n_layer=3",
+    "model.config.n_embd=32",
+    "model.config.n_head=2",
+    "learning_rate.warmup_steps=2",
+    "text.max_documents=40",
+]
+
+
+def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in one folder, as a reader types them; runs are shortened."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    short = [word for key in SHORT for word in ("--set", key)]
+    page = ROOT / "docs" / "index.md"
+    done = set()
+    for line in "".join(fenced(page, "sh")).splitlines():
+        tool, command, *words = shlex.split(line)
+        if tool == "blocktrain":
+            assert main([command, *words, *(short if command in ("train", "compare") else [])]) == 0, line
+            done.add(command)
+    assert {"doctor", "train", "report", "compare", "export", "plan"} <= done
+    assert (tmp_path / "runs" / "both.html").is_file()
+    assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_messages_of_the_troubleshooting_page_are_ours() -> None:
+    """What stands in its first column is in the source of the package, word for word."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    source = re.sub(r'"\n\s*f?"', "", source)  # a message over several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## What does not go together")[0]
+    messages = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 25
+    assert not [message for message in messages if message not in source]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -118,3 +177,10 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_is_in_the_sites_menu(page: Path) -> None:
+    """A page that is in no menu is a page that nobody finds; `mkdocs build --strict` says so too, but later."""
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    assert f": {page.relative_to(ROOT / 'docs')}\n" in f"{menu}\n"

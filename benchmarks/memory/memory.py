@@ -1,10 +1,13 @@
 """Peak memory of a whole sweep at full size, on tensors without memory: what the package's own code would hold.
 
-    python benchmarks/memory/memory.py [--only llama-2-7b ...] [--out benchmarks/memory/result.json]
+    python benchmarks/memory/memory.py [--only llama-2-7b ...] [--again] [--out benchmarks/memory/result.json]
 
 Each configuration is a model that is never allocated, cut into blocks and trained by `BlockOptimizer`;
-`blocktrain.train.accounting` tells the worst moment of each visit, by part. Checkpointing of layers, a loss in chunks
-and precisions are taken where this version has them; what it does not have is left out and named.
+`blocktrain.train.accounting` tells the worst moment of each visit, by part. A row is stored when it is done, and a
+configuration that has one is not measured again unless told to.
+
+What is measured is a GPU beside its host, on tensors of a CPU, where both are one memory. So here a copy to the device
+is a copy (`two_memories`), and what rests on the host is known by its label.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,18 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
-from blocktrain.model.fake import fake_copy
+from blocktrain.model.fake import FakeCopy, fake_copy
 from blocktrain.model.tracker import Peak
-from blocktrain.optim.precision import PRESETS
-from blocktrain.runtime import environment, pick_device
-from blocktrain.train.accounting import StepShape, predicted_peaks
+from blocktrain.optim.precision import Moments, preset
+from blocktrain.optim.recipe import any_number
+from blocktrain.runtime import SideStream, environment, pick_device, source_commit
+from blocktrain.train.accounting import StepShape, peaks_of_all
+from blocktrain.train.config import MemoryConfig
+from blocktrain.train.memory import saving_memory
 
 GIB = 2**30
 TOKENS = 1024
-CHUNK = 128  # tokens of the loss at a time, where the package can do that
+CHUNK = 128  # tokens of the loss at a time
 
 LLAMA = {"max_position_embeddings": 4096, "attn_implementation": "sdpa", "tie_word_embeddings": False}
 GPT2 = {"n_positions": TOKENS, "vocab_size": 50257, "attn_implementation": "sdpa", "resid_pdrop": 0.0}
@@ -60,6 +66,7 @@ def gpt2(layers: int, width: int, heads: int) -> GPT2LMHeadModel:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-2-7b": lambda: llama(32, 4096, 11008, heads=32, kv=32, vocabulary=32000),
     "llama-3-8b": lambda: llama(32, 4096, 14336, heads=32, kv=8, vocabulary=128256),
+    "llama-3-70b": lambda: llama(80, 8192, 28672, heads=64, kv=8, vocabulary=128256),
     "G-1.6B": lambda: gpt2(30, 2048, 16),
     "G-5.4B": lambda: gpt2(28, 3968, 32),
     "G-10B": lambda: gpt2(56, 3968, 32),
@@ -76,88 +83,128 @@ class Configuration:
     precision: str
     target_gib: float
     cut: dict[str, Any]
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    options: dict[str, Any] = field(default_factory=lambda: {"fused": True})
-    checkpointed: bool = True
+    optimizer: str = "AdamW"
+    options: dict[str, Any] = field(default_factory=dict)
+    moments: Moments = "fp32"
+    memory: MemoryConfig = MemoryConfig(checkpointing="layers", loss_chunk=CHUNK)  # noqa: RUF009 - a value
     tokens: int = TOKENS
+
+    def named(self) -> dict[str, Any]:
+        """What tells this row from the others."""
+        return json.loads(json.dumps(asdict(self)))
 
 
 FINE = {"largest": 70_000_000}  # attention, and the MLP's matrices, apart
+FUSED = {"fused": True}
+STREAMED = MemoryConfig(checkpointing="layers", loss_chunk=CHUNK, frozen="host")
+PLAIN = MemoryConfig()
+
+
+def llama_2(precision: str, target_gib: float, **others: Any) -> Configuration:
+    settings = {"cut": FINE, "options": FUSED, **others}
+    return Configuration(model="llama-2-7b", precision=precision, target_gib=target_gib, **settings)
+
+
 CONFIGURATIONS = (
-    Configuration(model="llama-2-7b", precision="bf16-exact", target_gib=15.5, cut={"num_blocks": 34}),
-    Configuration(model="llama-2-7b", precision="bf16-exact", target_gib=15.5, cut=FINE),
-    Configuration(
-        model="llama-2-7b", precision="bf16-exact", target_gib=14.6, cut=FINE, optimizer=torch.optim.Muon, options={}
-    ),
-    Configuration(model="llama-2-7b", precision="int8", target_gib=9.5, cut=FINE),
-    Configuration(model="llama-2-7b", precision="nf4", target_gib=6.5, cut=FINE),
-    Configuration(model="llama-3-8b", precision="bf16-exact", target_gib=18.5, cut=FINE),
+    llama_2("bf16-exact", 15.5, cut={"num_blocks": 34}),
+    llama_2("bf16-exact", 15.5),
+    llama_2("bf16-exact", 14.6, moments="8bit", options={}),
+    llama_2("bf16-exact", 14.6, optimizer="Muon", options={}),
+    llama_2("int8", 9.5),
+    llama_2("nf4", 6.5),
+    llama_2("bf16-exact", 4.5, memory=STREAMED),
+    llama_2("nf4", 4.5, memory=STREAMED),
+    Configuration(model="llama-3-8b", precision="bf16-exact", target_gib=18.5, cut=FINE, options=FUSED),
     *(
-        Configuration(model=name, precision="fp32", target_gib=gib, cut={"num_blocks": 3}, checkpointed=False, tokens=8)
+        Configuration(
+            model="llama-3-70b",
+            precision=precision,
+            target_gib=round(24e9 / GIB, 2),
+            cut={"largest": 240_000_000},
+            options=FUSED,
+            memory=STREAMED,
+        )
+        for precision in ("bf16-exact", "nf4")
+    ),
+    *(
+        Configuration(
+            model=name,
+            precision="fp32",
+            target_gib=gib,
+            cut={"num_blocks": 3},
+            options=FUSED,
+            memory=PLAIN,
+            tokens=8,
+        )
         for name, gib in (("G-1.6B", 12.038), ("G-5.4B", 40.942), ("G-10B", 80.370), ("G-20B", 156.402))
     ),
 )
 
 
-def missing(configuration: Configuration) -> str | None:
-    """Why this version cannot run a configuration, None where it can."""
-    if configuration.precision not in PRESETS:
-        return f"precision '{configuration.precision}' is not in this version"
-    return None
-
-
 @contextmanager
-def saving(configuration: Configuration, partition: bt.Partition) -> Iterator[list[str]]:
-    """Layers checkpointed and the loss in chunks, as far as this version has them; yields what is on."""
-    on: list[str] = []
-    with ExitStack() as stack:
-        for name, arguments in (("checkpointing", (partition,)), ("chunked_loss", (partition.model, CHUNK))):
-            if configuration.checkpointed and hasattr(bt, name):
-                stack.enter_context(getattr(bt, name)(*arguments))
-                on.append(name)
-        yield on
+def two_memories() -> Iterator[None]:
+    """Inside, what the side stream brings to the device is a copy there, although device and host are one."""
+
+    def copied(self: SideStream, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    at_once, SideStream.to_device = SideStream.to_device, copied
+    try:
+        yield
+    finally:
+        SideStream.to_device = at_once
 
 
-def without_memory(model: str) -> nn.Module:
-    """The model's shapes, as fake tensors of the CPU."""
+def without_memory(model: str, precision: str) -> FakeCopy:
+    """The model's shapes, as fake tensors of the CPU, stored as checkpoints are: in bf16, for the paper in fp32."""
     with torch.device("meta"):
         built = MODELS[model]()
-    return fake_copy(built).model.train()
+    return fake_copy((built if precision == "fp32" else built.bfloat16()).train())
+
+
+def peaks_of(configuration: Configuration, fake: FakeCopy) -> tuple[bt.Partition, list[Peak]]:
+    """Of a visit to each block; of blocks that are alike the lowest and the highest are visited (`predicted_peaks` does
+    the same on a copy of its own)."""
+    partition = bt.partition(fake.model, **configuration.cut)
+    tokens = torch.zeros(1, configuration.tokens, dtype=torch.long)
+    step = StepShape(
+        loss=lambda model: model(input_ids=tokens, labels=tokens).loss,
+        inputs=[tokens],
+        saving=lambda copy: saving_memory(copy, configuration.memory),
+    )
+    with fake.running(), any_number(), two_memories():
+        optimizer = bt.BlockOptimizer(
+            partition,
+            getattr(torch.optim, configuration.optimizer),
+            lr=1e-4,
+            precision=replace(preset(configuration.precision), moments=configuration.moments),
+            frozen=bt.OnHost() if configuration.memory.frozen == "host" else bt.OnDevice(),
+            **configuration.options,
+        )
+        return partition, peaks_of_all(optimizer, step, blocks=partition)
 
 
 def measure(configuration: Configuration) -> dict[str, Any]:
     """One row: peaks of every visit, the worst in parts."""
     started = time.perf_counter()
-    model = without_memory(configuration.model)
-    partition = bt.partition(model, **configuration.cut)
-    optimizer = bt.BlockOptimizer(
-        partition, configuration.optimizer, lr=1e-4, precision=PRESETS[configuration.precision], **configuration.options
-    )
-    tokens = torch.zeros(1, configuration.tokens, dtype=torch.long)
-    step = StepShape(loss=lambda model: model(input_ids=tokens, labels=tokens).loss, inputs=[tokens])
-    with saving(configuration, partition) as on:
-        peaks = predicted_peaks(optimizer, step)
+    partition, peaks = peaks_of(configuration, without_memory(configuration.model, configuration.precision))
     worst = max(range(len(peaks)), key=lambda index: peaks[index].bytes)
     peak = peaks[worst]
     return {
-        "model": configuration.model,
-        "precision": configuration.precision,
-        "optimizer": configuration.optimizer.__name__,
-        "cut": configuration.cut,
-        "tokens": configuration.tokens,
-        "saving": on,
+        **configuration.named(),
         "parameters": partition.num_parameters,
         "blocks": len(partition),
         "law_gib": round(law(partition, configuration), 3),
         "peak_gib": round(peak.bytes / GIB, 3),
         "mean_gib": round(sum(peak.bytes for peak in peaks) / len(peaks) / GIB, 3),
-        "target_gib": configuration.target_gib,
         "worst_block": repr(partition[worst]),
         "worst_operation": peak.operation,
         "parts_gib": in_gib(peak),
         "host_gib": round(peak.host_bytes / GIB, 3),
         "peaks_gib": [round(peak.bytes / GIB, 3) for peak in peaks],
         "seconds": round(time.perf_counter() - started, 1),
+        "commit": source_commit(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
@@ -173,40 +220,48 @@ def in_gib(peak: Peak) -> dict[str, float]:
     return {part: round(count / GIB, 3) for part, count in peak.parts.items()}
 
 
+def told(row: dict[str, Any]) -> str:
+    """A row of the printed table."""
+    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in row["parts_gib"].items() if gib >= 0.005)
+    moments = "" if row["moments"] == "fp32" else f" {row['moments']}"
+    return (
+        f"| {row['model']} | {row['precision']}, {row['memory']['frozen']} | {row['optimizer']}{moments} | "
+        f"{row['blocks']} | {row['peak_gib']:.2f} | {row['mean_gib']:.2f} | {row['target_gib']} | "
+        f"{row['worst_block']} | {row['worst_operation']} | {parts} | {row['seconds']} |"
+    )
+
+
 def main() -> None:
-    """Measure, print a table and write the result."""
+    """Measure what has not been measured, print a table, and write the result after each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="MODEL", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     options = parser.parse_args()
+    known = json.loads(options.out.read_text())["rows"] if options.out.is_file() else []
     rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    print("| model | precision | optimizer | blocks | peak GiB | mean of blocks | target | worst | parts, GiB |")
-    print("|---" * 9 + "|")
+    print(
+        "| model | precision, frozen on | optimizer | blocks | peak GiB | mean | target | worst | at | parts, GiB | s |"
+    )
+    print("|---" * 11 + "|")
     for configuration in CONFIGURATIONS:
-        reason = missing(configuration)
-        if configuration.model not in options.only:
-            continue
-        if reason is not None:
-            left_out.append(f"{configuration.model}: {reason}")
-            continue
-        row = measure(configuration)
-        rows.append(row)
-        parts = ", ".join(f"{part} {gib:.2f}" for part, gib in row["parts_gib"].items() if gib >= 0.005)
-        print(
-            f"| {row['model']} | {row['precision']} | {row['optimizer']} | {row['blocks']} | "
-            f"{row['peak_gib']:.2f} | {row['mean_gib']:.2f} | "
-            f"{row['target_gib']} | {row['worst_operation']} | {parts} |",
-            flush=True,
-        )
+        name = configuration.named()
+        row = next((row for row in known if {key: row.get(key) for key in name} == name), None)
+        if configuration.model in options.only and (row is None or options.again):
+            row = measure(configuration)
+        if row is not None:
+            rows.append(row)
+            print(told(row), flush=True)
+            write(options.out, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     result = {
         "question": "peak device memory of a sweep, 1 x 1024 tokens, everything trained",
         "rows": rows,
-        "left_out": left_out,
         "environment": environment(pick_device("cpu")),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,17 @@ Span = Literal["block", "suffix"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visit:
-    """One stay at a block, from activation to retirement."""
+    """One stay at a block, from activation to retirement.
 
-    index: int  # counted over the whole run
+    index, sweep: counted over the whole run, from 0 on.
+    block: what is trained: a block of the partition, or a union of several.
+    duration: the longest it may last.
+    """
+
+    index: int
     sweep: int
-    block: Block  # what is trained: a block of the partition, or a union of several
-    duration: Duration  # the longest it may last
+    block: Block
+    duration: Duration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,20 @@ def test_the_host_does_not_count_and_the_peak_can_start_anew() -> None:
         assert tracker.bytes == 0
 
 
+def test_what_goes_to_the_host_was_on_the_device_until_then() -> None:
+    """On a CPU a copy to the host is the tensor itself: a weight that rests again left the peak before, too."""
+    with MemoryTracker() as tracker:
+        weight = torch.ones(20)
+        tracker.label("active", [weight])
+        moment = torch.ones(5)
+        tracker.label("host", [weight])
+        del moment
+        after = torch.ones(3)
+    assert (tracker.bytes, tracker.peak().bytes) == (3 * FLOAT, 25 * FLOAT)
+    assert (tracker.peak().parts["active"], tracker.peak().host_bytes) == (20 * FLOAT, 0)
+    del weight, after
+
+
 def test_a_resized_storage_counts_as_it_is() -> None:
     with MemoryTracker() as tracker:
         a = torch.ones(10)

@@ -36,6 +36,15 @@ def test_first_and_last_answers_are_shown_escaped(make_run):
     assert "after step 100 (right)" in text
     assert "<dt>after step 50" not in text
     assert summary(record)["exact_match"] == 2 / 3
+    assert ", exact match 67 %" in text
+    assert '<th scope="col">exact match</th>' in text
+
+
+def test_measures_that_a_run_has_not_have_no_column(make_run):
+    text = page([RunRecord.load(make_run())])
+    assert '<th scope="col">loss per byte</th>' in text
+    assert "exact match" not in text
+    assert '<th scope="col">accuracy</th>' not in text
 
 
 def test_a_run_that_was_asked_nothing_has_no_such_section(make_run):

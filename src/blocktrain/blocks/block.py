@@ -17,10 +17,11 @@ class Block:
 
     `parameters` maps full names to the parameters this block owns; a tied parameter is owned by the first block
     that uses it. No scalar is in two blocks: of a parameter that is in `rows` this block owns those rows only (along
-    the first dimension), and other blocks the rest. `layers` are all that it owns something of.
+    the first dimension), and other blocks the rest. `layers` are all that it owns something of, `pieces` the names of
+    its parts where it was cut inside a layer. `index` is its place in the partition, from 0 on.
 
     A visit may train several adjacent blocks of a partition as one (`Partition.union`). Such a block has the index of
-    the lowest of them; what is kept of it between visits is kept for each of its `members`.
+    the lowest of them and names them in `united`; what is kept of it between visits is kept for each of its `members`.
     """
 
     index: int
@@ -74,7 +75,7 @@ class Partition(Sequence[Block]):
 
     chain: Chain
     blocks: tuple[Block, ...]
-    _unions: dict[range, Block] = field(default_factory=dict, repr=False)
+    _unions: dict[range, Block] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def model(self) -> nn.Module:

@@ -36,6 +36,7 @@ _taken_over: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionar
 def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") -> Iterator[None]:
     """Inside, each layer that gradients flow through keeps its input and computes the rest again in the backward pass.
 
+    partition: of the model; that of the `BlockOptimizer` whose visits run inside.
     boundaries: where those inputs wait: on the `device`, or on the `host` (pinned memory on CUDA), copied there and
         back beside the computation.
 

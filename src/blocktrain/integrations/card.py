@@ -52,7 +52,7 @@ of {hardware}.
 
 
 def write_card(folder: RunFolder, out: Path) -> None:
-    """Write `out/README.md` for the newest checkpoint of a run, with the header that the Hugging Face hub reads."""
+    """Write `out/README.md` for the newest checkpoint of the run in `folder`, headed as the hub reads it."""
     (out / "README.md").write_text(card(folder), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ def push(folder: Path, repository: str, *, public: bool = False, api: HfApi | No
     """Upload `folder` as one commit to `repository`, which is made (private unless `public`) where there is none.
 
     Returns the address of the repository; raises `StorageError` when the hub refuses. The token is the one of
-    `hf auth login`, the place that of `HF_ENDPOINT`.
+    `hf auth login`, the place that of `HF_ENDPOINT`, unless `api` is another client.
     """
     check_repository(repository)
     api = api or HfApi()

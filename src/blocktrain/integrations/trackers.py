@@ -70,7 +70,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """A listener that sends a run's figures to all of `config.tracking.to`.
+    """A listener that sends a run's figures to all of `config.tracking.to`; `folder` is the run's.
 
     Raises `ConfigError` at once where a client is not installed, and before the first step where it cannot be opened. A
     client that fails later is left out with a warning: training goes on.

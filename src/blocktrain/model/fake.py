@@ -23,8 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from blocktrain.model.dispatch import EagerDispatchMode
 from blocktrain.model.stored import is_away
 
 HOOKS = (
@@ -49,9 +49,10 @@ class FakeCopy:
         """Call `model` inside this context only, with real inputs on the model's device (CPU, if it was on meta)."""
         accelerators = {t.device for t in self.model.parameters() if t.device.type != "cpu"}
         kind = next((device.type for device in accelerators), "cuda")
+        experts = any(parameter.dim() == 3 for parameter in self.model.parameters())  # stacked, those of a layer
         with (  # what a model draws outside its own tensors is drawn for real (OPT, for its layer dropout)
             torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=kind),
-            _GroupedMatmulOfAnyDtype(),
+            _GroupedMatmulOfAnyDtype() if experts else contextlib.nullcontext(),
         ):
             yield
 
@@ -105,7 +106,7 @@ def _make_experts_shape_static(model: nn.Module) -> None:
             cast(Any, model).set_experts_implementation("grouped_mm")
 
 
-class _GroupedMatmulOfAnyDtype(TorchDispatchMode):
+class _GroupedMatmulOfAnyDtype(EagerDispatchMode):
     """The shape function of the grouped matrix product takes bf16 only (torch 2.13), its CPU kernel also float32."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

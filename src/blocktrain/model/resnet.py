@@ -152,6 +152,7 @@ def resnet(depth: int, num_classes: int = 10, *, shortcut: Shortcut | None = Non
     """A residual network for 32 x 32 images, randomly initialised (He et al. 2015, normal, fan out).
 
     depth: 8, 14, 20, 32, 44 or 56 (basic units), 50 or 101 (bottlenecks).
+    num_classes: outputs of the head.
     shortcut: where a stage widens; default `"padded"` for basic units, bottlenecks are always `"projected"`.
 
     Raises `ConfigError` for another depth or shortcut.

@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from blocktrain.model.dispatch import EagerDispatchMode
 
 HOST = "host"  # not counted: it lies in another memory than the one that is to be fitted
 UNLABELLED = "activations"
@@ -64,7 +65,7 @@ class _Allocation:
     birth: int
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(EagerDispatchMode):
     """Use as a context manager around what is to be measured; `peak()` afterwards, or at any time.
 
     logits_width: the size of the vocabulary; what an operation returns with this last dimension, and nobody labels,
@@ -90,12 +91,15 @@ class MemoryTracker(TorchDispatchMode):
         self._buried: list[_Allocation] = []  # alive at the peak, dead since
 
     def label(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose `tensors` are, from their birth on: the last label holds, but for `host`, which holds from now."""
+        """Say whose `tensors` are, from their birth on: the last label holds. What is on the `host` is so from now on,
+        and what it was until now has died."""
         for tensor in tensors:
             allocation = self._see(tensor, part)
-            if allocation.part != HOST and part == HOST:
-                self.bytes -= allocation.bytes
-            allocation.part = part
+            if part == HOST and allocation.part != HOST:
+                self._bury(tensor.untyped_storage()._cdata)
+                self._see(tensor, HOST)
+            elif allocation.part != HOST:
+                allocation.part = part
         self._note_peak()
 
     def peak(self) -> Peak:

@@ -35,6 +35,7 @@ Moments = Literal["fp32", "8bit"]
 class Precision:
     """Formats of a run's tensors.
 
+    name: of the preset, as a configuration gives it.
     frozen: of frozen blocks' matrices; their norms and biases stay in `compute`.
     compute: of the active block's weights and of all activations.
     master: of the copy that the optimizer moves; None where it moves the weights themselves.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import ConfigError
+from blocktrain.model.dispatch import EagerDispatchMode
 from blocktrain.optim.adamw8bit import AdamW8bit
 from blocktrain.optim.decay import Undecayed, undecayed_ids
 from blocktrain.optim.precision import Moments
@@ -120,7 +120,7 @@ def any_number() -> AbstractContextManager[object]:
     return _AnyNumber()
 
 
-class _AnyNumber(TorchDispatchMode):
+class _AnyNumber(EagerDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return 1.0

@@ -85,8 +85,8 @@ class KeepOnHost:
     """Keep it in host memory: 8 bytes a parameter for Adam. From a GPU it is copied to page-locked memory behind the
     steps; the way back is one copy at activation, as a second set of moments on the device would be the peak."""
 
-    kept: dict[int, BlockState] = field(default_factory=dict, repr=False)
-    _copying: list[SideStream] = field(default_factory=list, repr=False)
+    kept: dict[int, BlockState] = field(default_factory=dict, init=False, repr=False)
+    _copying: list[SideStream] = field(default_factory=list, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
         """Move `state` to the host and keep it."""
@@ -126,9 +126,9 @@ class KeepOnDisk:
     """
 
     folder: Path
-    kept: set[int] = field(default_factory=set, repr=False)
-    _behind: Behind = field(default_factory=lambda: Behind("state"), repr=False)
-    _read: dict[int, Future[BlockState]] = field(default_factory=dict, repr=False)
+    kept: set[int] = field(default_factory=set, init=False, repr=False)
+    _behind: Behind = field(default_factory=lambda: Behind("state"), init=False, repr=False)
+    _read: dict[int, Future[BlockState]] = field(default_factory=dict, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
         """Take a copy of `state` and begin to write it."""

@@ -44,7 +44,10 @@ _TINY = 1e-30  # of a gradient that is zero, the root mean square
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """How the layers above the active block are moved. rate: the share of the learning rate that they are moved by."""
+    """How the layers above the active block are moved.
+
+    rule: "sgd" or "newton-schulz" (hidden matrices orthogonalised). rate: the share of the learning rate.
+    """
 
     rule: Rule
     rate: float = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from blocktrain.report.figures import figure
@@ -13,19 +14,24 @@ ORDER = ("frozen", "active", "master", "gradients", "moments", "activations", "l
 
 
 def section(run: RunRecord, name: str) -> str:
-    """The section, `name` in its title where there are several runs; nothing where the log has no peaks."""
+    """The section, `name` in its title where there are several runs; nothing where the log has no peaks.
+
+    A column that no row has anything to say in is left out.
+    """
     if run.tracked is None:
         return ""
     title = "Memory by part, tracked" + (f" of {name}" if name else "")
-    headings = ("", "peak", *ORDER, "other", "cache", "on the host", "worst at", "measured")
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
-    body = _row("full training", run.tracked.full, None, None)
-    if not run.is_full:
-        for index, peak in enumerate(run.tracked.blocks):
-            body += _row(f"block {index}", peak, _cached(run, index), _measured(run, index))
+    headings = ("peak", "measured", *ORDER, "other", "cache", "on the host", "worst at")
+    if run.is_full:
+        rows = {"full training": _cells(run.tracked.full, None, _measured(run, 0))}
     else:
-        body = _row("full training", run.tracked.full, None, _measured(run, 0))
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        rows = {"full training": _cells(run.tracked.full, None, None)}
+        for index, peak in enumerate(run.tracked.blocks):
+            rows[f"block {index}"] = _cells(peak, _cached(run, index), _measured(run, index))
+    kept = [at for at in range(len(headings)) if any(cells[at] != ABSENT for cells in rows.values())]
+    head = "".join(f'<th scope="col">{escape(headings[at])}</th>' for at in kept)
+    body = "".join(_row(label, [cells[at] for at in kept]) for label, cells in rows.items())
+    table = f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return figure(title, _note(run), table)
 
 
@@ -39,12 +45,15 @@ def _note(run: RunRecord) -> str:
     return said + (f"Micro-batches: {run.micro_batch.reason}." if run.micro_batch else "")
 
 
-def _row(label: str, peak: Peak, cached: int | None, measured: int | None) -> str:
+def _cells(peak: Peak, cached: int | None, measured: int | None) -> list[str]:
     known = [peak.parts.get(part, 0) for part in ORDER]
     total = sum(peak.parts.values())
-    counts = [total, *known, total - sum(known), cached, peak.host_bytes]
-    cells = [format_bytes(count) if count else ABSENT for count in counts]
-    cells += [peak.operation.removeprefix("aten.") or ABSENT, format_bytes(measured) if measured else ABSENT]
+    counts = [total, measured, *known, total - sum(known), cached, peak.host_bytes]
+    texts = [format_bytes(count) if count else ABSENT for count in counts]
+    return [*texts, peak.operation.removeprefix("aten.").removesuffix(".default") or ABSENT]
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
     columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     return f'<tr><th scope="row">{escape(label)}</th>{columns}</tr>\n'
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 
@@ -17,7 +17,7 @@ from blocktrain.report import cachesection, comparison, figures, memorysection, 
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
-from blocktrain.report.run import RunRecord
+from blocktrain.report.run import Evaluation, RunRecord
 from blocktrain.report.series import evenly
 from blocktrain.report.summary import Summary, columns, rows, summary
 from blocktrain.units import format_bytes, format_count, format_seconds
@@ -81,6 +81,8 @@ def in_words(run: RunRecord, item: Summary) -> str:
         said.append(f"validation loss {decimal(item['validation_loss'])} nats per {unit.removesuffix('s')}")
     if item["accuracy"] is not None:
         said[-1 if item["validation_loss"] is not None else 0] += f", accuracy {percent(item['accuracy'])}"
+    if item["exact_match"] is not None:
+        said[-1] += f", exact match {percent(item['exact_match'])}"
     if item["flops_ratio"] is not None and not run.is_full:
         beside = [f"{decimal(item['flops_ratio_uncached'])} without the prefix cache"] if run.cache_uses else []
         beside += [f"formula {decimal(item['flops_ratio_theory'])}"] if item["flops_ratio_theory"] is not None else []
@@ -107,7 +109,7 @@ def _meta(run: RunRecord) -> str:
     told += [state.get(header.state, header.state)] if not run.is_full else []
     told += ["visits train all blocks above too"] if header.span == "suffix" else []
     told += [f"tail moved by {header.tail}"] if header.tail != "none" else []
-    told.append(str(run.details.get("started", "")))
+    told.append(str(run.details.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
     told.append(f"ended: {run.end.reason}" if run.end else "")
     return " · ".join(text for text in told if text)
 
@@ -163,17 +165,24 @@ def _figures_table(summaries: Sequence[Summary]) -> str:
 
 
 def _evaluations(run: RunRecord, name: str) -> str:
+    """Every evaluation in a table, with the measures that the log has."""
     if not run.evaluations:
         return ""
-    body = "".join(
-        f"<tr><td>{row.step:,}</td><td>{format_count(row.tokens)}</td><td>{format_seconds(row.seconds)}</td>"
-        f"<td>{ABSENT if row.block is None else row.block}</td><td>{decimal(row.loss, 4)}</td>"
-        f"<td>{decimal(row.loss_per_byte, 4)}</td><td>{decimal(row.accuracy, 4)}</td></tr>\n"
-        for row in (run.evaluations[index] for index in evenly(len(run.evaluations), MOST_ROWS))
-    )
-    unit = escape(run.header.unit)
-    headings = ("step", unit, "time", "block", f"loss per {unit.removesuffix('s')}", "loss per byte", "accuracy")
-    heading = "".join(f'<th scope="col">{text}</th>' for text in headings)
+    unit = run.header.unit
+    optional: dict[str, Callable[[Evaluation], float | None]] = {
+        "loss per byte": lambda row: row.loss_per_byte,
+        "accuracy": lambda row: row.accuracy,
+        "exact match": lambda row: row.exact_match,
+    }
+    known = {text: read for text, read in optional.items() if any(read(row) is not None for row in run.evaluations)}
+    headings = ("step", unit, "time", "block", f"loss per {unit.removesuffix('s')}", *known)
+    body = ""
+    for row in (run.evaluations[index] for index in evenly(len(run.evaluations), MOST_ROWS)):
+        cells = [f"{row.step:,}", format_count(row.tokens), format_seconds(row.seconds)]
+        cells += [ABSENT if row.block is None else str(row.block), decimal(row.loss, 4)]
+        cells += [decimal(read(row), 4) for read in known.values()]
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+    heading = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
     title = "Every evaluation" + (f" of {name}" if name else "")
     return (
         f'<details><summary>{escape(title)}</summary><div class="scroll"><table><thead>'

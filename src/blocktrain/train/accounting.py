@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from blocktrain.model.fake import fake_copy
 from blocktrain.model.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.recipe import any_number
+from blocktrain.train.alike import ends, filled, on_the_line
 
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
 
@@ -60,46 +60,27 @@ def predicted_peaks(
     train, if not each block alone (see `Cyclic.trained`).
 
     Nothing of the model, the optimizer or the random numbers changes. The batch is real and on the model's device.
-    Of blocks with the same shapes the lowest and the highest are visited, and those between them lie on the line: a
-    peak is a maximum of sums that grow evenly with the layers above, so no true one is higher.
+    Of blocks that are alike the lowest and the highest are visited, and those between them lie on the line: a peak is
+    a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
     copy = optimizer.over((partition or optimizer.partition).over(fake.model))
     members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
     trained = [copy.partition.union(mine) for mine in members]
-    ends = sorted({index for alike in _alike(trained) for index in (alike[0], alike[-1])})
     with fake.running(), any_number():
-        known = dict(zip(ends, visited_peaks(copy, step, blocks=[trained[end] for end in ends]), strict=True))
-    for alike in _alike(trained):
-        low, high = alike[0], alike[-1]
-        bottom, top = (_height(copy.partition, trained[end]) for end in (low, high))
-        for index in alike[1:-1]:
-            share = (_height(copy.partition, trained[index]) - bottom) / max(top - bottom, 1)
-            known[index] = _between(known[low], known[high], share)
-    return [known[index] for index in range(len(trained))]
+        return peaks_of_all(copy, step, blocks=trained)
 
 
-def _alike(blocks: Sequence[Block]) -> list[list[int]]:
-    """Positions of blocks whose parameters have the same shapes and places in layers of the same kind, in order."""
-    groups: dict[Any, list[int]] = {}
-    for position, block in enumerate(blocks):
-        places = {path: type(module).__name__ for layer in block.layers for path, module in layer.modules.items()}
-        kind = []
-        for name, parameter in block.parameters.items():
-            path = next(path for path in places if name.startswith(f"{path}."))
-            rows = len(block.part(name, parameter))
-            kind.append((places[path], name.removeprefix(path), rows, parameter.shape, parameter.dtype))
-        groups.setdefault((len(block.layers), *kind), []).append(position)
-    return list(groups.values())
-
-
-def _height(partition: Partition, block: Block) -> int:
-    return partition.chain.layers.index(block.layers[0])
+def peaks_of_all(optimizer: BlockOptimizer, step: StepShape, *, blocks: Sequence[Block]) -> list[Peak]:
+    """The peak of a visit to each of `blocks`, of an optimizer over a copy without memory; not all are visited."""
+    measured = ends(blocks)
+    peaks = visited_peaks(optimizer, step, blocks=[blocks[end] for end in measured])
+    return filled(blocks, optimizer.partition.chain, dict(zip(measured, peaks, strict=True)), _between)
 
 
 def _between(low: Peak, high: Peak, share: float) -> Peak:
     parts = {
-        part: round((1 - share) * low.parts.get(part, 0) + share * high.parts.get(part, 0))
+        part: on_the_line(low.parts.get(part, 0), high.parts.get(part, 0), share)
         for part in {**low.parts, **high.parts}
     }
     return replace(low, parts=dict(sorted(parts.items(), key=lambda item: -item[1])))

@@ -6,21 +6,22 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from blocktrain.blocks.activation import activate, release
+from blocktrain.blocks.activation import activate, evaluating, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
 from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
-from blocktrain.model.flops import StepCounter
+from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
 from blocktrain.train.accounting import predicted_peaks
+from blocktrain.train.alike import ends, filled, on_the_line
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.rehearsal import decide_micro_rows, step_shape
@@ -87,17 +88,20 @@ def _costs(job: Job) -> dict[str, Any]:
     """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
     batch = job.task.train.batch(range(job.micro_rows))
     batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
+    blocks = (job.partition.whole, *job.trained)
+    steps = (counted_step(job, job.partition.whole, batch), *counted_steps(job, batch))
     layers = layer_costs(job.partition.chain, batch)
-    whole, *blocks = [_cost(job, block, batch, layers) for block in (job.partition.whole, *job.trained)]
+    full, *theory = [_of_all_rows(job, flops) for flops in _theory(job, blocks, batch, layers)]
+    memory = [_memory_by_arithmetic(job, block, step) for block, step in zip(blocks, steps, strict=True)]
     return {
         "flops": {
-            "full": whole["flops"],
-            "blocks": [block["flops"] for block in blocks],
-            "theory_full": whole["theory"],
-            "theory_blocks": [block["theory"] for block in blocks],
+            "full": _of_all_rows(job, steps[0].flops),
+            "blocks": [_of_all_rows(job, step.flops) for step in steps[1:]],
+            "theory_full": full,
+            "theory_blocks": theory,
             "forward_layers": [_of_all_rows(job, layer.forward_flops) for layer in layers],
         },
-        "memory": {"full": whole["memory"], "blocks": [block["memory"] for block in blocks]},
+        "memory": {"full": memory[0], "blocks": memory[1:]},
     }
 
 
@@ -106,34 +110,72 @@ def _of_all_rows(job: Job, flops: int) -> int:
     return flops * job.config.batch.rows // job.micro_rows
 
 
-def _cost(job: Job, block: Block, batch: dict[str, torch.Tensor], layers: tuple[LayerCost, ...]) -> dict[str, Any]:
-    chain, memory = job.partition.chain, job.config.memory
+def counted_steps(job: Job, batch: Mapping[str, torch.Tensor]) -> list[StepCost]:
+    """A forward and backward pass over `batch` in a visit to each block. Of blocks that are alike the lowest and the
+    highest are counted: those between have their backward pass end at another layer, and nothing else is different."""
+
+    def between(low: StepCost, high: StepCost, share: float) -> StepCost:
+        return StepCost(
+            flops=on_the_line(low.flops, high.flops, share),
+            saved_bytes=on_the_line(low.saved_bytes, high.saved_bytes, share),
+        )
+
+    known = {end: counted_step(job, job.trained[end], batch) for end in ends(job.trained)}
+    return filled(job.trained, job.partition.chain, known, between)
+
+
+def counted_step(job: Job, block: Block, batch: Mapping[str, torch.Tensor]) -> StepCost:
+    """The same with `block` active, counted on a copy without memory."""
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
-    checkpointed = checkpointed_layers(chain) if memory.checkpointing == "layers" else []
-    if checkpointed:  # what is computed again depends on the layers' modes
-        layers = layer_costs(chain, batch)
-    with saving_memory(job.partition, memory):
+    with saving_memory(job.partition, job.config.memory):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    tail = job.optimizer.tail_of(block)
-    moved = {*block.parameters, *tail}
-    step = counter.measure(moved)
+    return counter.measure(_moved(job, block))
+
+
+def _moved(job: Job, block: Block) -> set[str]:
+    """Names of the weights that get gradients: the block's, and those of a tail that learns."""
+    return {*block.parameters, *job.optimizer.tail_of(block)}
+
+
+def _theory(
+    job: Job, blocks: Sequence[Block], batch: Mapping[str, torch.Tensor], layers: tuple[LayerCost, ...]
+) -> list[int]:
+    """FLOPs by closed form, each block active. What a layer computes again depends on the mode it is in."""
+    chain, shares = job.partition.chain, [_moved_shares(job, _moved(job, block)) for block in blocks]
+    if job.config.memory.checkpointing == "off":
+        return [theoretical_step_flops(layers, mine) for mine in shares]
+    activate(job.partition, job.partition.whole)
+    trained = layer_costs(chain, batch)
+    release(job.partition)
+    with evaluating(job.model):
+        frozen = trained if job.config.blocks.frozen_dropout else layer_costs(chain, batch)
+    again = checkpointed_layers(chain)
+    return [
+        theoretical_step_flops(
+            [
+                active if layer in block.layers else other
+                for layer, active, other in zip(chain.layers, trained, frozen, strict=True)
+            ],
+            mine,
+            checkpointed=again,
+        )
+        for block, mine in zip(blocks, shares, strict=True)
+    ]
+
+
+def _memory_by_arithmetic(job: Job, block: Block, step: StepCost) -> dict[str, int]:
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     summed = master and job.micro_rows < job.rank_rows
     gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
-    gradients += max((p.nbytes for p in tail.values()), default=0)  # one at a time
-    theory = theoretical_step_flops(layers, _moved_shares(job, moved), checkpointed=checkpointed)
+    passing = max((p.nbytes for p in job.optimizer.tail_of(block).values()), default=0)  # of a tail, one at a time
     return {
-        "flops": _of_all_rows(job, step.flops),
-        "theory": _of_all_rows(job, theory),
-        "memory": {
-            "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
-            "master": master,
-            "gradients": gradients,
-            "optimizer": job.optimizer.predicted_state_bytes(block),
-            "activations": step.saved_bytes,
-        },
+        "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),
+        "master": master,
+        "gradients": gradients + passing,
+        "optimizer": job.optimizer.predicted_state_bytes(block),
+        "activations": step.saved_bytes,
     }
 
 

@@ -20,6 +20,11 @@ def run(
 ) -> RunFolder:
     """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
 
+    method: what the report calls it.
+    listeners: called with each record in order, steps that `log_every` leaves out of the log included; in the first
+        process only.
+    command: what the user typed, for `run.json`.
+
     Nothing is written before the whole configuration, data and model have been checked. Under torchrun, which starts
     the same command again when a process has died, a run of this very configuration in `out` is gone on with.
     """
@@ -38,7 +43,8 @@ def run(
 def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
 
-    The number of processes need not be that of before.
+    `listeners` are those of `run`. The number of processes need not be that of before. Raises `CheckpointError` where
+    the checkpoint is damaged or of another model.
     """
     folder = RunFolder(Path(out))
     config = folder.config()
