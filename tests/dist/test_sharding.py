@@ -147,7 +147,7 @@ def go_on(kind: str, checkpoint: str) -> list[float]:
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return request.param, folder, run_distributed(train, 2, request.param, str(folder))
+    return request.param, folder, run_distributed(train, 2, request.param, str(folder), timeout_seconds=240)
 
 
 def alone(kind: str) -> bt.BlockOptimizer:
