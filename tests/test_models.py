@@ -29,8 +29,8 @@ from torch import nn
 
 import blocktrain as bt
 from blocktrain import reference
+from blocktrain.model.cut import Cut
 from blocktrain.optim.decay import nothing
-from blocktrain.prefix.cut import Cut
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CHECKS = ("partition", "cache", "reference", "export", "packed")

@@ -26,9 +26,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
+from blocktrain.model.cut import Cut
 from blocktrain.model.flops import count_flops
 from blocktrain.prefix.cache import PrefixCache
-from blocktrain.prefix.cut import Cut
 from blocktrain.prefix.encoding import Encoding
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store
 from blocktrain.runtime import environment, pick_device, synchronize

@@ -28,6 +28,8 @@ T = TypeVar("T")
 # A server imports these once; its forks are there at once, and have no threads or devices of their parent's.
 _PRELOADED = [
     "blocktrain.train.session",
+    "blocktrain.dist.pipeline",
+    "blocktrain.dist.sharding",
     "torch._dynamo",  # which torch.optim imports when an optimizer is first made
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

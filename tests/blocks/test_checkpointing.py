@@ -16,8 +16,8 @@ from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.checkpointing import checkpointed_layers, checkpointing
 from blocktrain.model.around import surround
 from blocktrain.model.cost import layer_costs, theoretical_step_flops
+from blocktrain.model.cut import Cut
 from blocktrain.model.flops import StepCounter, saved_bytes
-from blocktrain.prefix.cut import Cut
 
 TOKENS = torch.arange(32).reshape(2, 16) % 61
 SIZES: dict[str, Any] = {

@@ -18,9 +18,9 @@ import blocktrain as bt
 from blocktrain.blocks.block import Partition
 from blocktrain.errors import StorageError
 from blocktrain.model.cost import layer_costs
+from blocktrain.model.cut import Cut, CutError
 from blocktrain.model.flops import count_flops
 from blocktrain.prefix.cache import MakeStore, PrefixCache
-from blocktrain.prefix.cut import Cut, CutError
 from blocktrain.prefix.encoding import Encoding, Kind
 from blocktrain.prefix.ledger import Ledger
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore

@@ -23,17 +23,20 @@ def partition(
     model: nn.Module,
     num_blocks: int | None = None,
     *,
+    stages: int = 1,
     largest: int | None = None,
     balance: Balance = "parameters",
     patterns: Sequence[Sequence[str]] | None = None,
     layers: Mapping[str, Sequence[str]] | None = None,
     batch: Mapping[str, Any] | None = None,
 ) -> Partition:
-    """Cut `model` into contiguous blocks: of whole layers, unless `largest` asks for smaller ones.
+    """Cut `model` into blocks: contiguous unless `stages` says otherwise, of whole layers unless `largest` does.
 
     model: a Hugging Face causal LM, an `nn.Sequential`, `blocktrain.resnet(...)`, or any module whose `layers`
         are given as `{layer name: [dotted module paths]}` in forward order.
     num_blocks: how many blocks (M); 1 is ordinary full-parameter training.
+    stages: of a pipeline (P). The chain is cut into P x M pieces, and block k has the k-th piece of every stage (the
+        paper's Figure 2): each process always trains a piece and has the others frozen. 1: contiguous blocks.
     balance: divide so that blocks have nearly equal `"parameters"` (memory) or `"flops"` (counted forward FLOPs of
         `batch`, the keyword arguments of one forward call).
     largest: instead of `num_blocks`, the most scalars that a block may own; as few blocks as that allows. A larger
@@ -47,13 +50,17 @@ def partition(
     chain = chain_of(model, layers)
     if [num_blocks, largest, patterns].count(None) != 2:
         raise ConfigError("give one of num_blocks, largest and patterns")
+    if stages < 1 or (stages > 1 and num_blocks is None):
+        raise ConfigError(
+            f"stages = {stages}: there is at least one, and num_blocks says how many pieces each is cut into"
+        )
     cut = whole_layers(chain) if largest is None else pieces(chain, largest)
     if patterns is not None:
-        groups = _by_patterns([layer.name for layer in chain.layers], patterns)
+        groups: Sequence[Sequence[int]] = _by_patterns([layer.name for layer in chain.layers], patterns)
     elif largest is not None:
         groups = balanced_up_to([piece.size for piece in cut], largest)
     else:
-        groups = balanced(_costs(chain, balance, batch), num_blocks or 0)
+        groups = _of_stages(balanced(_costs(chain, balance, batch), (num_blocks or 0) * stages), stages)
     return Partition(chain, tuple(_block(chain, index, [cut[i] for i in group]) for index, group in enumerate(groups)))
 
 
@@ -67,6 +74,16 @@ def _costs(chain: Chain, balance: str, batch: Mapping[str, Any] | None) -> list[
             return [cost.forward_flops for cost in layer_costs(chain, batch)]
         case _:
             raise ConfigError(f"balance '{balance}' is unknown; {nearest(balance, ['parameters', 'flops'])}")
+
+
+def _of_stages(runs: Sequence[range], stages: int) -> list[list[int]]:
+    """Of each block, its layers: one run of each stage.
+
+    >>> _of_stages([range(0, 2), range(2, 3), range(3, 4), range(4, 6)], 2)
+    [[0, 1, 3], [2, 4, 5]]
+    """
+    count = len(runs) // stages
+    return [[layer for run in runs[block::count] for layer in run] for block in range(count)]
 
 
 def _by_patterns(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[range]:

@@ -49,12 +49,12 @@ class Ranks:
         if self.size == 1:
             return lambda: None
         self.payload_bytes += tensor.nbytes
-        with self._peers():
+        with self.peers():
             work = dist.all_reduce(tensor, async_op=True)
         assert work is not None, "an asynchronous call returns its handle"
 
         def wait() -> None:
-            with self._peers():
+            with self.peers():
                 work.wait()
 
         return wait
@@ -65,7 +65,7 @@ class Ranks:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._peers():
+        with self.peers():
             dist.all_gather(found, mine)
         return [tensor.tolist() for tensor in found]
 
@@ -95,7 +95,7 @@ class Ranks:
         """Rank 0's `message` on every rank."""
         data = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        with self._peers():
+        with self.peers():
             dist.broadcast(length, src=0)
             if not self.is_first:
                 data = torch.empty(int(length), dtype=torch.uint8)
@@ -103,7 +103,7 @@ class Ranks:
         return json.loads(bytes(data.tolist()))
 
     @contextmanager
-    def _peers(self) -> Iterator[None]:
+    def peers(self) -> Iterator[None]:
         """Turn what torch.distributed raises when a peer hangs or is gone into a `PeerError`."""
         try:
             yield
@@ -130,7 +130,7 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     if device != "cpu" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_seconds)
-    with Ranks(rank=rank, size=size, timeout_seconds=timeout_seconds)._peers():
+    with Ranks(rank=rank, size=size, timeout_seconds=timeout_seconds).peers():
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(store=dist.PrefixStore(_attempt(), store), rank=rank, world_size=size, timeout=timeout)
     try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import StorageError
-from blocktrain.prefix.cut import Cut
+from blocktrain.model.cut import Cut
 from blocktrain.prefix.encoding import Encoding, Fields
 from blocktrain.prefix.ledger import Key, Ledger, fingerprints
 from blocktrain.prefix.store import Layout, Store, layout_of

@@ -28,9 +28,9 @@ from blocktrain.data.sampling import StepRows
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import StorageError
 from blocktrain.events import Event
+from blocktrain.model.cut import Cut, CutError
 from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
-from blocktrain.prefix.cut import Cut, CutError
 from blocktrain.prefix.encoding import Encoding
 from blocktrain.prefix.ledger import Key
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.partition import partition as cut_into_blocks
+from blocktrain.model.cut import Cut
 from blocktrain.model.fake import FakeCopy, fake_copy
 from blocktrain.model.tracker import HOST, MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
@@ -25,7 +26,6 @@ from blocktrain.optim.precision import preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import ModelSpec
-from blocktrain.prefix.cut import Cut
 from blocktrain.runtime import SideStream
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.memory import saving_memory

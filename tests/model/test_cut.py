@@ -22,8 +22,8 @@ from blocktrain.blocks.activation import activate
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.model.chain import Chain
 from blocktrain.model.cost import layer_costs
+from blocktrain.model.cut import Cut, CutError
 from blocktrain.model.flops import count_flops
-from blocktrain.prefix.cut import Cut, CutError
 
 ARCHITECTURES = runpy.run_path(str(Path(__file__).parents[1] / "model" / "test_huggingface.py"))
 Batch = dict[str, Any]

@@ -6,6 +6,7 @@
     full run      runs ----> runs ----> runs ----> runs ----> runs
     from level 2  (looks up) passes     h_2 ----> runs ----> runs      h_2 takes the place of what layer 1 passes on
     up to level 2 runs ----> runs ----> h_2 |                          stops before layer 2
+    both (a stage of a pipeline)  h_1 ----> runs ----> h_2 |
 
 Level i is the boundary below layer i. The model's own code runs as it always does, with its masks, positions and
 rotary tables; a layer below the boundary hands its input through, and the first layer above it is given the stored
@@ -75,6 +76,21 @@ class Cut:
     ) -> dict[int, Tensor]:
         """Hidden states at `levels` for a batch, from the inputs or from `hidden` at `level`; nothing above the
         highest of them runs."""
+        return self._caught(batch, levels, level, hidden)
+
+    def through(
+        self, batch: Mapping[str, Any], *, start: int = 0, end: int | None = None, hidden: Tensor | None = None
+    ) -> Any:
+        """What layers [start, end) make of the inputs, or of `hidden` at `start`: hidden states that can be
+        differentiated, or the model's own output where `end` is None."""
+        if end is not None:
+            return self._caught(batch, [end], start, hidden)[end]
+        with self.running(level=start, hidden=hidden):
+            return self.chain.model(**batch)
+
+    def _caught(
+        self, batch: Mapping[str, Any], levels: Sequence[int], level: int, hidden: Tensor | None
+    ) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
 
         def catch(at: int):

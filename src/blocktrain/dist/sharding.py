@@ -1,0 +1,129 @@
+"""Sharding: every weight in equal parts over the processes, for models whose frozen weights do not fit one card.
+
+    at rest       each process has 1/P of every weight (FSDP2, `fully_shard`)
+    layer runs    its weights are gathered, used, and dropped; in a frozen layer nothing comes back
+    backward      of an active layer: gradients are added up, each process is given its part
+    step          the optimizer moves its part of the active block, whose moments are parts too
+
+Layers are sharded once. A switch of block only changes which parameters want gradients, and gradients travel for these
+alone. Layers that share a tied weight are gathered together, for the whole of a step.
+
+The rows of a step are shared as in data parallel training (`parallel.py`), and gradients are summed, not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from blocktrain.blocks.block import Block, Partition
+from blocktrain.dist.parallel import DTYPES
+from blocktrain.dist.ranks import Ranks
+from blocktrain.errors import ConfigError
+from blocktrain.model.chain import Chain, Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """In what gathered weights and gradients travel; the parts themselves keep the model's precision.
+
+    compute_dtype: of gathered weights and of what is computed with them. reduce_dtype: of gradients on their way.
+    """
+
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class Sharded:
+    """A partition whose parameters are parts. Sharding changes the model for good.
+
+    partition: the same blocks and names; give this one to `BlockOptimizer`, with a precision without masters (the
+        parts are fp32, and `ShardingConfig` says what is computed in). Every forward pass is one of all processes.
+    """
+
+    def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig):
+        if ranks.size == 1:
+            raise ConfigError("sharding needs more than one process: start it with torchrun --nproc-per-node 2")
+        for block in partition:
+            if block.rows:
+                raise ConfigError(
+                    f"{block} owns rows of '{next(iter(block.rows))}', which cannot be sharded; take larger blocks"
+                )
+        model = partition.model
+        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))
+        _shard(partition.chain, mesh, config)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.partition = Partition(
+            Chain(model, partition.chain.layers),
+            tuple(
+                Block(block.index, block.layers, {name: parameters[name] for name in block.parameters}, {}, block.pieces)
+                for block in partition
+            ),
+        )
+
+    def full_weights(self, block: Block) -> dict[str, Tensor]:
+        """The whole weights of `block` on the host. All processes must call this."""
+        return {name: _whole(parameter.detach()) for name, parameter in block.parameters.items()}
+
+    def gathered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A `BlockOptimizer.state_dict()` of parts as that of one process. All processes must call this."""
+        return _states(saved, lambda _, value: _whole(value) if isinstance(value, DTensor) else value)
+
+    def scattered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A `BlockOptimizer.state_dict()` of one process as this process's parts; what has a weight's shape is cut."""
+        parameters = {name: parameter for block in self.partition for name, parameter in block.parameters.items()}
+
+        def part(name: str, value: Any) -> Any:
+            like = cast(DTensor, parameters[name])
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                return value
+            # Every process has read the whole of it: nothing needs to be sent.
+            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+        return _states(saved, part)
+
+
+def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
+    """Each layer by itself; those that share weights with another are left to the model as a whole."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
+        reduce_dtype=DTYPES[config.reduce_dtype],
+    )
+    for layer in chain.layers:
+        if not _is_tied(chain, layer):
+            fully_shard(list(layer.modules.values()), mesh=mesh, mp_policy=policy)
+    fully_shard(chain.model, mesh=mesh, mp_policy=policy)
+    for module in chain.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other, and no scaling is asked for
+    chain.model.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue] - an expert without rows here
+
+
+def _is_tied(chain: Chain, layer: Layer) -> bool:
+    mine = {id(parameter) for _, parameter in layer.named_parameters()}
+    return any(
+        id(parameter) in mine for other in chain.layers if other is not layer for _, parameter in other.named_parameters()
+    )
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+
+
+def _states(saved: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """`saved` with each block's optimizer state changed, entry by entry."""
+    blocks = {
+        index: {
+            name: {key: change(name, value) for key, value in entries.items()} for name, entries in state.items()
+        }
+        for index, state in saved["blocks"].items()
+    }
+    return {**saved, "blocks": blocks}
