@@ -170,7 +170,7 @@ def compared() -> dict[str, list[dict[str, Any]]]:
     """Case and number of processes -> what each process found."""
     found = {}
     for size, cases in ((2, CASES), (4, CASES_OF_FOUR)):
-        by_rank = run_distributed(compare_all, size, list(cases), timeout_seconds=240)
+        by_rank = run_distributed(compare_all, size, list(cases), timeout_seconds=240, patience_seconds=900)
         found |= {(name, size): [results[name] for results in by_rank] for name in cases}
     return found
 

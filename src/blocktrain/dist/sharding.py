@@ -104,7 +104,13 @@ def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other, and no scaling is asked for
-    chain.model.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue] - an expert without rows here
+    root = cast(FSDPModule, chain.model)
+    root.set_reduce_scatter_unused_params(True)  # an expert that has no rows on this process
+    # FSDP takes note, once, of the precision of what is trainable at the first forward pass: of one block alone, the
+    # others' gradients would stay in bf16 (PyTorch 2.13). So it is told while everything is.
+    for parameter in chain.model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    root._get_fsdp_state()._lazy_init()
 
 
 def _is_tied(chain: Chain, layer: Layer) -> bool:
