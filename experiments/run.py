@@ -5,7 +5,8 @@
     python experiments/run.py all --scale tiny --device cpu --result OTHER_FOLDER              does everything run?
 
 Scales: "tiny" proves that it runs; "short" is what a shared CPU can do; "card" is one GPU of 24 GB or more.
-FOLDER holds `cifar10/` (parquet), `wikitext-2/` (train.txt, valid.txt) and `gpt2_tokenizer/`.
+FOLDER holds `cifar10/` (parquet), `wikitext-2/` (train.txt, valid.txt), `gpt2_tokenizer/`, `banking77/` (train.csv,
+test.csv) and `all-MiniLM-L6-v2/` (`sentence-transformers/all-MiniLM-L6-v2` of the Hugging Face hub).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import runner
 from blocktrain.cli.live import quiet_libraries
 from blocktrain.runtime import pick_device
 
-NAMES = ("peers", "table2", "table3", "table4_figure5", "table9_10_11", "table15_16_figure6")
+NAMES = ("peers", "finetuning", "table2", "table3", "table4_figure5", "table9_10_11", "table15_16_figure6")
 
 
 def experiment(name: str) -> runner.Experiment:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from runner import Case, Figures, Place
 
-from blocktrain.baselines.compare import compare
+from blocktrain.baselines.compare import Search, compare
 from blocktrain.errors import DataError
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
@@ -35,9 +38,39 @@ def training_case(
     return Case(name=name, scale=scale, run=run, seed=seed)
 
 
+def searched(config: RunConfig, method: str, out: Path, search: Search) -> Figures:
+    """A method at each rate of the search, and its best rate at each seed: (rate, last loss) of the first, `figures_of`
+    the second."""
+    found = compare(config, [method], out, search=search, listeners=lambda folder: (_progress(folder.name),))
+    best = min(found.trials, key=lambda trial: (trial.seed, math.inf if trial.loss is None else trial.loss))
+    chosen = [trial for trial in found.trials if trial.factor == best.factor and trial.loss is not None]
+    return {
+        "search": [[trial.lr, trial.loss] for trial in found.trials if trial.seed == config.seed],
+        "lr": best.lr,
+        "seeds": [trial.seed for trial in chosen],
+        "runs": [figures_of(RunRecord.load(out / trial.folder)) for trial in chosen],
+    }
+
+
+def loss_after(curve: Sequence[Sequence[Any]], tokens: float) -> float:
+    """The loss of a curve after `tokens`, on the line between the evaluations around it."""
+    return float(np.interp(tokens, [row[0] for row in curve], [row[1] for row in curve]))
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean and, of several, the range."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
 def figures_of(run: RunRecord) -> Figures:
-    """What a table needs of a run, and its curve (units seen, validation loss, accuracy)."""
+    """What a table needs of a run; its visits (block, first step, steps without stored hidden states, which come first)
+    and its curve (units seen, validation loss, accuracy).
+
+    memory_bytes is the most that weights, gradients and optimizer take in a visited block, peak_bytes tracked.
+    """
     told = summary(run)
+    visited = sorted({visit.block for visit in run.visits}) if len(run.header.blocks) > 1 else []
     kept = ("validation_loss", "accuracy", "steps", "tokens", "unit", "seconds", "flops", "parameters", "blocks")
     rows = run.evaluations[:: -(-len(run.evaluations) // MOST_POINTS)]
     if run.evaluations and rows[-1] is not run.evaluations[-1]:
@@ -46,10 +79,43 @@ def figures_of(run: RunRecord) -> Figures:
         **{key: told[key] for key in kept},
         "optimizer": run.header.optimizer,
         "optimizer_bytes": told["optimizer_bytes_measured"],
-        "memory_bytes": sum(told["memory"].values()) - told["memory"]["activations"],
+        "memory_bytes": _kept_bytes(run, visited),
+        "peak_bytes": _peak_bytes(run, visited),
+        "visits": _visits(run),
         "config": _portable(run.details["config"]),
         "curve": [[row.tokens, round(row.loss, 5), row.accuracy] for row in rows],
     }
+
+
+def _kept_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
+    """Of the worst of the visited blocks, or of what else is trained; None where the log does not tell."""
+    if run.cost is None:
+        return None
+    blocks = [run.cost.memory_full] if run.is_full else run.cost.memory_blocks
+    return max(sum(block.values()) - block["activations"] for block in _of(blocks, visited))
+
+
+def _peak_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
+    """The same, tracked."""
+    if run.tracked is None:
+        return None
+    peaks = [run.tracked.full] if run.is_full else run.tracked.blocks
+    return max(sum(peak.parts.values()) for peak in _of(peaks, visited))
+
+
+def _of(found: Sequence[Any], visited: Sequence[int]) -> Sequence[Any]:
+    return [found[block] for block in visited] or found
+
+
+def _visits(run: RunRecord) -> list[list[int]]:
+    """Steps that fill a cache come first: a visit's first pass over its rows."""
+    rows = run.header.rows_per_step
+    stops = [visit.step for visit in run.visits[1:]] + [run.steps_done] * bool(run.visits)
+    filled = {use.visit: -(-use.computed // rows) for use in run.cache_uses}
+    return [
+        [visit.block, visit.step, filled.get(visit.visit, stop - visit.step)]
+        for visit, stop in zip(run.visits, stops, strict=True)
+    ]
 
 
 def _portable(config: Mapping[str, Any]) -> dict[str, Any]:

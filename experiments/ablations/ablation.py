@@ -5,7 +5,7 @@
 Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss,
 of those that were tried (the table says how many). Seeds 1 to N - 1 are then trained at the best rates. A run that is
 finished is not taken again, one that was interrupted goes on; after `--budget` no new one begins. `--write` puts what
-is there into result.json and the table of docs/LOG.md.
+is there into result.json and the table of docs/LOG.md, unless a method with a result has no finished run in FOLDER.
 
 The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
 training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -212,8 +213,15 @@ def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
 
 
 def write(result: dict[str, Any]) -> None:
-    """result.json, and the table between the log's markers."""
-    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    """result.json, and the table between the log's markers. Exits where that would take a method's rows away."""
+    path = HERE / "result.json"
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    lost = {item["method"] for item in known} - {item["method"] for item in result["rows"]}
+    if lost:
+        sys.exit(
+            f"not written: no finished runs of {', '.join(sorted(lost))} beside full training's, and {path} has them"
+        )
+    path.write_text(json.dumps(result, indent=1) + "\n")
     before, _, rest = LOG.read_text().partition(BEGIN)
     LOG.write_text(f"{before}{BEGIN}{table(result)}{END}{rest.partition(END)[2]}")
 

@@ -1,29 +1,53 @@
-"""The other tools on the same model: step time, tracked peak memory, loss at equal tokens and at equal time."""
+"""The other tools on the same model: step time, tracked peak memory, loss at equal tokens and at equal time.
+
+Equal time is not the clock's, which a busy machine disturbs: a method's step takes its interleaved share of a full
+step, and its curve is read where the cheapest method's steps are over.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import asdict
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
 from stepping import Contender, interleaved, timed
+from training import loss_after, searched, spread
 
-from blocktrain.baselines.compare import compare
+from blocktrain.baselines.compare import Search
 from blocktrain.baselines.methods import METHODS
 from blocktrain.baselines.peers import PEERS
 from blocktrain.baselines.session import whole_job
 from blocktrain.baselines.step import take_step
 from blocktrain.errors import BlocktrainError
-from blocktrain.report.run import RunRecord
-from blocktrain.report.standing import standings
+from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
 from blocktrain.train.job import build
 from blocktrain.units import format_bytes
 
-NAMES = ("full", "bcd", "badam", "lisa", "galore", "apollo", "lomo")
-ON_CARD = (*NAMES, "adalomo", "offload")
+
+class Entry(NamedTuple):
+    """A row of the table. method: of `blocktrain compare`. seeds: of its best rate, beyond the tiny scale."""
+
+    method: str
+    overrides: tuple[str, ...] = ()
+    seeds: int = 1
+
+
+ENTRIES: dict[str, Entry] = {
+    "full": Entry("full", seeds=3),
+    "bcd": Entry("bcd", seeds=3),
+    "bcd, moments kept": Entry("bcd", ("optimizer.state=host",)),
+    "badam": Entry("badam", seeds=3),
+    "lisa": Entry("lisa"),
+    "galore": Entry("galore"),
+    "apollo": Entry("apollo"),
+    "lomo": Entry("lomo"),
+    "adalomo": Entry("adalomo"),
+    "offload": Entry("offload"),
+}
 OVERRIDES = {
     "tiny": ("schedule.visit=2 steps", "schedule.sweeps=1", "model.config.n_embd=16", "batch.rows=2"),
     "short": (),
@@ -34,55 +58,58 @@ OVERRIDES = {
 }  # fmt: skip
 WORDS = {
     "tiny": "tiny, only to see that it runs",
-    "short": "1.23M parameters, 150 steps of 256 tokens, one seed, one rate each",
-    "card": "86M parameters, 1,200 steps of 16k tokens, one seed, one rate each",
+    "short": "0.70M parameters, 180 steps of 1,024 tokens, three rates each",
+    "card": "86M parameters, 1,200 steps of 16k tokens, one rate each",
 }
+FACTORS = {"tiny": (1.0,), "short": (1.0, 2.0, 4.0), "card": (1.0,)}
 ROUNDS = {"tiny": 1, "short": 9, "card": 9}
 CONFIG = Path(__file__).with_name("peers.toml")
 
 
 def cases(scale: str) -> Sequence[Case]:
-    """The comparison, then the step times."""
+    """Each method's training, then the step times of all."""
 
-    def config(place: Place) -> RunConfig:
-        return RunConfig.load(CONFIG, [*OVERRIDES[scale], f"device={place.device}"])
+    def trained(name: str) -> Case:
+        entry = ENTRIES[name]
+        search = Search(factors=FACTORS[scale], seeds=entry.seeds if scale == "short" else 1)
 
-    def trained(place: Place) -> Figures:
-        names = _here(place)
-        comparison = compare(config(place), names, place.work / ("peers" if scale == "short" else f"peers-{scale}"))
-        runs = [RunRecord.load(folder.path) for folder in comparison.folders]
-        rates = {trial.method: trial.lr for trial in comparison.trials}
-        return {"methods": [{**asdict(item), "lr": rates[item.name]} for item in standings(runs, names)]}
+        def run(place: Place) -> Figures:
+            out = place.work / f"peers-{scale}" / name.replace(", ", "-").replace(" ", "-")
+            return searched(_config(scale, place, entry), entry.method, out, search)
+
+        return Case(name=name, scale=WORDS[scale], run=run)
 
     def stepped(place: Place) -> Figures:
-        contenders = {name: _contender(name, config(place), place) for name in _here(place)}
+        here = [name for name, entry in ENTRIES.items() if _can_run(entry.method, place)]
+        contenders = {name: _contender(ENTRIES[name], _config(scale, place, ENTRIES[name]), place) for name in here}
         for step in contenders.values():
             step()  # moments, projections
         return interleaved(contenders, "full", rounds=ROUNDS[scale])
 
-    words = WORDS[scale]
-    return [Case(name="comparison", scale=words, run=trained), Case(name="step time", scale=words, run=stepped)]
+    return [*map(trained, ENTRIES), Case(name="step time", scale=WORDS[scale], run=stepped)]
 
 
-def _here(place: Place) -> list[str]:
-    """The methods that this device and these packages can run."""
-    names = []
-    for name in ON_CARD if place.device.type == "cuda" else NAMES:
-        peer = PEERS.get(name)
-        if peer is None or peer.module is None or importlib.util.find_spec(peer.module.partition(".")[0]):
-            names.append(name)
-        else:
-            print(f"{name}: {peer.package} is not installed, left out")
-    return names
+def _config(scale: str, place: Place, entry: Entry) -> RunConfig:
+    return RunConfig.load(CONFIG, [*OVERRIDES[scale], *entry.overrides, f"device={place.device}"])
 
 
-def _contender(name: str, config: RunConfig, place: Place) -> Contender:
+def _can_run(method: str, place: Place) -> bool:
+    """Whether its package is installed and takes this device."""
+    peer = PEERS.get(method)
+    if peer is None:
+        return True
+    if peer.cuda_only is not None and place.device.type != "cuda":
+        return False
+    return peer.module is None or importlib.util.find_spec(peer.module.partition(".")[0]) is not None
+
+
+def _contender(entry: Entry, config: RunConfig, place: Place) -> Contender:
     """A step of one method; of ours, the mean of a step in each block."""
     job = build(config, place.work)
-    theirs = METHODS[name].change(config, 10_000, job.pace)
-    if METHODS[name].peer is None:
+    theirs = METHODS[entry.method].change(config, 10_000, job.pace)
+    if METHODS[entry.method].peer is None:
         return _ours(theirs, place)
-    peer = PEERS[name]
+    peer = PEERS[entry.method]
     job = whole_job(theirs, place.work)
     trainee = peer.build(job, None)
     taken = iter(range(10_000))
@@ -97,6 +124,7 @@ def _ours(config: RunConfig, place: Place) -> Contender:
 
     def step() -> None:
         job.task.loss(job.model, batch).backward()
+        job.optimizer.clip_grad_norm(config.optimizer.max_grad_norm or float("inf"))
         job.optimizer.step()
         job.optimizer.zero_grad()
 
@@ -114,40 +142,57 @@ def _ours(config: RunConfig, place: Place) -> Contender:
 def table(results: Results) -> str:
     """A line a method; the lowest figure of each column in bold, whoever's it is."""
     text = ""
-    for record in results.values():
-        if record["case"] != "comparison":
+    for scale in sorted({record["scale"] for record in results.values()}):
+        found = {name: results[key]["figures"] for name in ENTRIES if (key := f"{name} [{scale}]") in results}
+        if "full" not in found:
             continue
-        timing = results.get(f"step time [{record['scale']}]", {}).get("figures", {}).get("steps", {})
-        rows = []
-        for item in record["figures"]["methods"]:
-            step = timing.get(item["name"], {}).get("ratio")
-            losses = [item["loss"], item["loss_at_equal_time"]]
-            cost = [step, item["peak_bytes"], item["optimizer_bytes"], item["flops"] / 1e12]
-            multipliers = [item["multiplier"], item["cross_multiplier"]]
-            rows.append([item["name"], item["optimizer"], f"{item['lr']:g}", *losses, *cost, *multipliers])
-        _embolden(rows, columns=(3, 4, 5, 6, 7, 8))
-        headings = [
-            "method",
-            "update",
-            "rate",
-            "loss, equal tokens",
-            "loss, equal time",
-            "step / full",
+        timing = results.get(f"step time [{scale}]", {}).get("figures", {}).get("steps", {})
+        ratios = {name: timing[name]["ratio"] for name in found if timing.get(name, {}).get("ratio")}
+        rows = [_row(name, figures, found["full"], ratios) for name, figures in found.items()]
+        _embolden(rows, columns=(4, 5, 6, 7, 8))
+        headings = ["method", "update", "rate", "seeds", "loss, equal tokens", "loss, equal time", "step / full"]
+        more = [
             "peak, tracked",
+            "optimizer state",
+            "multiplier, same optimizer",
+            "against another",
+            "rates tried: last loss",
         ]
-        more = ["optimizer state", "TFLOPs, counted", "multiplier, same optimizer", "against full, another optimizer"]
-        text += f"{record['scale']}\n\n" + markdown([*headings, *more], rows) + "\n"
+        text += f"{scale}\n\n" + markdown([*headings, *more], rows) + "\n"
     return text
 
 
+def _row(name: str, figures: Figures, full: Figures, ratios: Mapping[str, float]) -> list[Any]:
+    runs = figures["runs"]
+    first = runs[0]
+    at_equal_time = None
+    if name in ratios:
+        seen = first["tokens"] * min(ratios.values()) / ratios[name]
+        at_equal_time = statistics.mean(loss_after(run["curve"], seen) for run in runs)
+    losses = [run["curve"][-1][1] for run in runs]
+    reached = [
+        tokens_to_reach(whole["curve"][-1][1], [(seen, loss) for seen, loss, _ in run["curve"]])
+        for run, whole in zip(runs, full["runs"], strict=False)
+    ]
+    tokens = full["runs"][0]["tokens"]
+    multiplier = "not reached" if None in reached else spread([seen / tokens for seen in reached], 2)
+    same = first["optimizer"] == full["runs"][0]["optimizer"]
+    trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
+    shown = [name, first["optimizer"], f"{figures['lr']:g}", len(runs), (statistics.mean(losses), spread(losses, 3))]
+    cost = [ratios.get(name), first["peak_bytes"], first["optimizer_bytes"]]
+    return [*shown, at_equal_time, *cost, *((multiplier, None) if same else (None, multiplier)), trials]
+
+
 def _embolden(rows: list[list], *, columns: Sequence[int]) -> None:
+    """Show the figures of `columns`, the lowest of each in bold; a pair is a figure and how it is shown."""
     for column in columns:
-        known = [row[column] for row in rows if row[column] is not None]
-        for row in rows:
-            value = row[column]
+        values = [row[column][0] if isinstance(row[column], tuple) else row[column] for row in rows]
+        known = [value for value in values if value is not None]
+        for row, value in zip(rows, values, strict=True):
             if value is None:
                 continue
-            shown = format_bytes(value) if column in (6, 7) else f"{value:.3f}"
+            plain = format_bytes(value) if column in (7, 8) else f"{value:.3f}"
+            shown = row[column][1] if isinstance(row[column], tuple) else plain
             row[column] = f"**{shown}**" if value == min(known) else shown
 
 

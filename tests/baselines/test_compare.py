@@ -28,6 +28,7 @@ from blocktrain.units import Duration, Pace
 MakeConfig = Callable[..., RunConfig]
 
 PLAIN = ("schedule.visit=3 steps", "batch.rows=2", "model.config.attn_pdrop=0.0", "model.config.resid_pdrop=0.0")
+HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 8}
 PACE = Pace(tokens_per_step=32, rows_per_step=2, rows_per_epoch=100)
 
 
@@ -117,6 +118,25 @@ def test_a_peer_trains(name: str, tiny: MakeConfig, tmp_path: Path) -> None:
     assert cycle.peak.bytes > sum(p.nbytes for p in before.values())
     assert (cycle.optimizer_bytes == 0) == (name == "lomo")
     assert (cycle.gradient_bytes == 0) == (name == "lomo")
+
+
+def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
+    peer = require("lora")
+    for split, count in (("train", 8), ("test", 4)):
+        rows = [f"{'good' if at % 2 else 'bad'} {at},{at % 2}" for at in range(count)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
+    config = RunConfig.from_mapping(
+        {
+            "labelled": {"source": str(tmp_path), "row_tokens": 8, "cache": str(tmp_path / "cache")},
+            "model": {"architecture": "bert", "config": {"num_hidden_layers": 2, "hidden_size": 8, **HEADS}},
+            "schedule": {"visit": "3 steps", "sweeps": 1},
+            "batch": {"rows": 2},
+        }
+    )
+    trainee = peer.build(job_for("lora", config, tmp_path), None)
+    trained = {name for name, p in trainee.model.named_parameters() if p.requires_grad}
+    assert any("classifier" in name and "lora" not in name for name in trained)
+    assert all("classifier" in name or "lora" in name for name in trained)
 
 
 def test_badam_costs_what_a_block_costs(tiny: MakeConfig, tmp_path: Path) -> None:

@@ -203,11 +203,16 @@ def adalomo(job: Job, period: int | None) -> Trainee:
 
 
 def lora(job: Job, period: int | None) -> Trainee:
-    """LoRA (Hu et al., arXiv 2106.09685) of rank 16 on every linear layer but the head: for pretrained models."""
+    """LoRA (Hu et al., arXiv 2106.09685) of rank 16 on every linear layer but the head: for pretrained models. A head
+    that tells texts apart is new, and trained as a whole."""
     package = load("peft", "lora", "peft")
     transposed = any(type(module).__name__ == "Conv1D" for module in job.model.modules())  # GPT-2's linear layers
     settings = package.LoraConfig(
-        r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", fan_in_fan_out=transposed
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        target_modules="all-linear",
+        fan_in_fan_out=transposed,
+        task_type="SEQ_CLS" if job.task.unit == "texts" else None,
     )
     try:
         with _quiet():

@@ -1,0 +1,203 @@
+"""Fine-tuning a pretrained encoder: full, LoRA, BAdam and in blocks, and the time each takes to full training's loss.
+
+Time is not the clock's, which a busy machine disturbs: steps of every kind are timed in turns ("step time"), and a
+run's time to a step is the sum of its steps' medians, those that fill a prefix cache at their price without one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner import Case, Experiment, Figures, Place, Results, markdown
+from stepping import Contender, interleaved, timed
+from training import data_folder, searched, spread
+
+from blocktrain.baselines.compare import Search
+from blocktrain.baselines.cycle import VISIT
+from blocktrain.baselines.methods import METHODS
+from blocktrain.baselines.peers import PEERS
+from blocktrain.baselines.session import whole_job
+from blocktrain.baselines.step import take_step
+from blocktrain.blocks.block import Block
+from blocktrain.model.cut import Cut
+from blocktrain.report.multiplier import tokens_to_reach
+from blocktrain.train.config import RunConfig
+from blocktrain.train.job import Job, build
+
+MODEL = "all-MiniLM-L6-v2"
+CONFIG = Path(__file__).with_name("banking77.toml")
+
+
+class Entry(NamedTuple):
+    """A row of the table. method: of `blocktrain compare`."""
+
+    method: str
+    overrides: tuple[str, ...] = ()
+
+
+BLOCKS = 'blocks.patterns=[["embedding"], ["*layer.[012]"], ["*layer.[345]", "head"]]'
+ENTRIES: dict[str, Entry] = {
+    "full": Entry("full"),
+    "lora": Entry("lora"),
+    "badam": Entry("badam", (BLOCKS,)),
+    "blocks": Entry("bcd", (BLOCKS,)),
+}
+FEW = ("stop.duration=4 steps", "evaluation.rows=16", "schedule.visit=2 steps")
+OVERRIDES = {"tiny": FEW, "short": (), "card": ()}
+WORDS = {"tiny": "tiny, only to see that it runs", "short": "Banking77, 22.7M parameters, 16 rows of 32 tokens a step"}
+WORDS["card"] = WORDS["short"]
+ROUNDS = {"tiny": 1, "short": 9, "card": 9}
+
+
+def cases(scale: str) -> Sequence[Case]:
+    """Each method's training, then the step times of all."""
+
+    def trained(name: str) -> Case:
+        entry = ENTRIES[name]
+        search = Search() if scale == "tiny" else Search(factors=(1.0, 2.0, 4.0), seeds=3)
+
+        def run(place: Place) -> Figures:
+            return searched(
+                _config(scale, place, entry), entry.method, place.work / f"finetuning-{scale}" / name, search
+            )
+
+        return Case(name=name, scale=WORDS[scale], run=run)
+
+    def stepped(place: Place) -> Figures:
+        contenders: dict[str, Contender] = {}
+        for name, entry in ENTRIES.items():
+            if METHODS[entry.method].peer is not None or name == "full":
+                contenders[name] = _whole(entry.method, _config(scale, place, entry), place)
+            else:
+                contenders |= _by_block(name, _config(scale, place, entry), place)
+        for step in contenders.values():
+            step()
+        return interleaved(contenders, "full", rounds=ROUNDS[scale])
+
+    return [*map(trained, ENTRIES), Case(name="step time", scale=WORDS[scale], run=stepped)]
+
+
+def _config(scale: str, place: Place, entry: Entry) -> RunConfig:
+    model = data_folder(place, MODEL)
+    there = (f"labelled.source={data_folder(place, 'banking77')}", f"labelled.tokenizer={model}", f"model.path={model}")
+    return RunConfig.load(CONFIG, [*there, *entry.overrides, *OVERRIDES[scale], f"device={place.device}"])
+
+
+# -- step times -------------------------------------------------------------------------------------------------------
+
+
+def _whole(name: str, config: RunConfig, place: Place) -> Contender:
+    """A step of full training or of a peer, over a whole cycle where it switches what it trains."""
+    method = METHODS[name]
+    changed = method.change(config, 10_000, build(config, place.work).pace)
+    if method.peer is None:
+        job = build(changed, place.work)
+        return _steps_of(job, job.partition[0])
+    job = whole_job(changed, place.work)
+    trainee, cycle = PEERS[name].build(job, VISIT), VISIT * PEERS[name].cycle(job)
+    taken = iter(range(1_000_000))
+    return lambda: statistics.mean(
+        timed(job.device, lambda: take_step(job, trainee, next(taken))) for _ in range(cycle)
+    )
+
+
+def _by_block(name: str, config: RunConfig, place: Place) -> dict[str, Contender]:
+    """A step in each block that the schedule visits, as it is and from stored hidden states."""
+    job = build(config, place.work)
+    found: dict[str, Contender] = {}
+    for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
+        block = job.trained[index]
+        found[f"{name}, block {index}"] = _steps_of(job, block)
+        level = job.partition.chain.layers.index(block.layers[0])
+        if level:
+            found[f"{name}, block {index}, cached"] = _steps_of(job, block, level=level)
+    return found
+
+
+def _steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
+    """A step of ours; the first one of a visit, which makes the moments, is not timed. level: where stored hidden
+    states come in; they lie in memory, and are not copied."""
+    batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(job.config.batch.rows)).items()}
+    cut = Cut(job.partition.chain)
+    hidden = None
+    if level:
+        cut.check(batch, level)
+        hidden = cut.states(batch, [level])[level]
+
+    def step() -> None:
+        with nullcontext() if hidden is None else cut.running(level=level, hidden=hidden):
+            job.task.loss(job.model, batch).backward()
+        job.optimizer.clip_grad_norm(job.config.optimizer.max_grad_norm or float("inf"))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+    def run() -> float:
+        with job.optimizer.visit(block):
+            step()
+            return timed(job.device, step)
+
+    return run
+
+
+# -- table ------------------------------------------------------------------------------------------------------------
+
+
+def table(results: Results) -> str:
+    """A line a method."""
+    text = ""
+    for scale in sorted({record["scale"] for record in results.values()}):
+        found = {name: results[key]["figures"] for name in ENTRIES if (key := f"{name} [{scale}]") in results}
+        if "full" not in found:
+            continue
+        steps = results.get(f"step time [{scale}]", {}).get("figures", {}).get("steps", {})
+        ms = {name: timing["ms"] for name, timing in steps.items()}
+        rows = [_row(name, figures, found["full"], ms) for name, figures in found.items()]
+        headings = ["method", "rate", "seeds", "steps", "last loss", "accuracy, %", "B-F", "time to full's last loss"]
+        more = ["memory, of full's", "peak, of full's", "rates: last loss"]
+        text += f"{scale}\n\n" + markdown([*headings, *more], rows) + "\n"
+    return text
+
+
+def _row(name: str, figures: Figures, full: Figures, ms: Mapping[str, float]) -> list[Any]:
+    runs, first, whole = figures["runs"], figures["runs"][0], full["runs"]
+    beside = list(zip(runs, whole, strict=False))
+    reached = [tokens_to_reach(other["curve"][-1][1], [row[:2] for row in run["curve"]]) for run, other in beside]
+    multiplier = time = "not reached"
+    if None not in reached:
+        multiplier = spread([seen / other["tokens"] for seen, (_, other) in zip(reached, beside, strict=True)], 2)
+        spent = [time_to(name, run, seen, ms) for seen, (run, _) in zip(reached, beside, strict=True)]
+        time = spread([mine / (ms["full"] * whole[0]["steps"]) for mine in spent], 2) if ms else "–"
+    trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
+    return [
+        name,
+        f"{figures['lr']:g}",
+        len(runs),
+        first["steps"],
+        spread([run["curve"][-1][1] for run in runs], 3),
+        spread([100 * run["accuracy"] for run in runs], 1),
+        *(multiplier, time),
+        *(first[key] / whole[0][key] for key in ("memory_bytes", "peak_bytes")),
+        trials,
+    ]
+
+
+def time_to(name: str, run: Figures, tokens: float, ms: Mapping[str, float]) -> float:
+    """Milliseconds of a run's steps until it had seen `tokens`, by the medians `ms`."""
+    step = tokens * run["steps"] / run["tokens"]
+    if name in ms:
+        return step * ms[name]
+    total = 0.0
+    for (block, begun, uncached), (_, stop, _) in zip(run["visits"], [*run["visits"][1:], [0, step, 0]], strict=True):
+        taken = max(min(step, stop) - begun, 0)
+        without = min(taken, uncached)
+        total += without * ms[f"{name}, block {block}"]
+        if taken > without:
+            total += (taken - without) * ms[f"{name}, block {block}, cached"]
+    return total
+
+
+EXPERIMENT = Experiment(name="finetuning", cases=cases, table=table)
