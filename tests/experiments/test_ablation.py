@@ -41,3 +41,15 @@ def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleTyp
     assert "| not reached | not reached | not reached |" in ablation.table(
         {"search": search, "rows": [seed(2.0, 1.5), seed(2.2, None)]}
     )
+
+
+def test_runs_that_lack_a_method_do_not_take_its_result_away(
+    ablation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--write` with a new folder of runs once emptied result.json and the log's table."""
+    known = (FOLDER / "result.json").read_text()
+    (tmp_path / "result.json").write_text(known)
+    monkeypatch.setattr(ablation, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match="not written: no finished runs of blocks, M=3, full"):
+        ablation.write(ablation.collected(tmp_path / "runs", seeds=1))
+    assert (tmp_path / "result.json").read_text() == known
