@@ -176,6 +176,8 @@ def _row(name: str, figures: Figures, full: Figures, ratios: Mapping[str, float]
     ]
     tokens = full["runs"][0]["tokens"]
     multiplier = "not reached" if None in reached else spread([seen / tokens for seen in reached], 2)
+    if figures is full:
+        multiplier = None
     same = first["optimizer"] == full["runs"][0]["optimizer"]
     trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
     shown = [name, first["optimizer"], f"{figures['lr']:g}", len(runs), (statistics.mean(losses), spread(losses, 3))]
