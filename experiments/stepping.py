@@ -1,5 +1,6 @@
 """Step times as interleaved ratios: each round takes one step of every contender, so that a busy machine disturbs all
-alike; a ratio is taken within a round, and the median of the rounds is reported.
+alike; a ratio is taken within a round, and the median of the rounds is reported. On one thread of a CPU seconds are
+the processor's own, which stand still while others have it.
 
 A contender returns the seconds of one step (of each of its blocks: their mean).
 """
@@ -57,11 +58,13 @@ def interleaved(contenders: Mapping[str, Contender], base: str | None, *, rounds
 
 def timed(device: torch.device, step: Callable[[], Any]) -> float:
     """Seconds of `step`, the device's own work included."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     step()
     synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def random_model(name: str, device: torch.device) -> nn.Module:
