@@ -42,6 +42,7 @@ UNCACHED = [*CACHED, "prefix.store=off"]
 TOLERANCE = 5e-6
 
 HALVED = 1e-4  # in bf16, gathered or kept: sums in another order. Measured: 1e-5
+IN_BF16 = 5e-4  # against fp32. Measured: 1.3e-4
 
 Mapping = dict[str, Any]
 
@@ -306,22 +307,23 @@ MOVES = [
 ]
 
 
-def test_a_run_is_moved_from_layout_to_layout_in_the_middle_of_its_visits(
-    runs: dict[int, Path], mapping, tmp_path: Path
-) -> None:
-    """Weights, moments and rows are those of one process; but for some steps in bf16, so are the losses."""
-    whole = runs[1] / "gpt2, uncached"
+def test_a_run_is_moved_from_layout_to_layout_in_the_middle_of_its_visits(mapping, tmp_path: Path) -> None:
+    """Weights, moments and rows are those of one process; but for some steps in bf16, so are the losses. In each layout
+    a block begins its visit with moments that another one has kept."""
+    twice = mapping("gpt2", *UNCACHED, "schedule.sweeps=2")
+    whole = bt.run(bt.RunConfig.from_mapping(twice), tmp_path / "whole").path
     steps = len(curve(whole))
     at = [steps * (leg + 1) // 5 for leg in range(4)] + [steps + 1]
-    stop_after(str(tmp_path / "run"), mapping("gpt2", *UNCACHED), [], at[0])
-    for (size, overrides), step in zip(MOVES, at[1:], strict=True):
-        run_distributed(stop_after, size, str(tmp_path / "run"), None, overrides, step)
+    for (size, overrides), step in zip([(1, []), *MOVES], at, strict=True):
+        begun = twice if step == at[0] else None
+        run_distributed(stop_after, size, str(tmp_path / "run"), begun, overrides, step)
     told = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [session["step"] for session in told["sessions"]] == [0, *at[:-1]]
     assert told["config"]["distributed"]["layout"] == "layers"
     assert [event["step"] for event in events_of(tmp_path / "run", "step")] == list(range(1, steps + 1))
     assert close(curve(whole)[: at[2]], curve(tmp_path / "run")[: at[2]])
-    assert close(curve(whole), curve(tmp_path / "run"), HALVED)
+    assert close(curve(whole), curve(tmp_path / "run"), IN_BF16)
+    assert close(curve(whole)[at[3] :], curve(tmp_path / "run")[at[3] :])  # not a bit was lost meanwhile
     assert [(event["precision"], event["layout"]) for event in events_of(tmp_path / "run", "run")] == [
         ("fp32", "rows"), ("fp32", "layers"), ("fp32", "shards"), ("bf16-exact", "rows"), ("fp32", "layers")
     ]  # fmt: skip
