@@ -367,6 +367,45 @@ def test_what_stops_one_rank_stops_all_with_a_reason(mapping, tmp_path: Path) ->
     assert "already holds a run" in taken[1][1]
 
 
+@pytest.mark.parametrize("layout", ["rows", "layers", "shards"])
+def test_a_visit_whose_steps_are_all_skipped_is_saved(mapping, tmp_path: Path, layout: str) -> None:
+    """Its block has changed in nothing, and has a state for the first time."""
+    values = mapping("gpt2", f"distributed.layout={layout}", "optimizer.lr=1e30", "on_nonfinite=skip")
+    assert run_distributed(fail, 2, str(tmp_path / "run"), values) == [("", "")] * 2
+    assert all(event["skipped"] for event in events_of(tmp_path / "run", "step")[1:])
+    assert len(learned(tmp_path / "run")) == 6
+
+
+UNEVEN = [*LAYERS, "batch.rows=6", "batch.micro_rows=2"]
+FOUR_STAGES = [*LAYERS, "model.config.n_layer=6", "blocks.count=2", "blocks.stages=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (UNEVEN, "batch.micro_rows = 2 must divide the 3 rows of a step"),
+        (FOUR_STAGES, "there are 2 processes, which run one each"),
+        ([*SHARDS, "blocks.largest=400"], "which cannot be sharded"),
+        ([*LAYERS, "distributed.pipeline=interleaved", "blocks.count=6"], "cannot share the layers"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_found_before_anything_is_written(
+    mapping, tmp_path: Path, overrides: list[str], reason: str
+) -> None:
+    told = run_distributed(fail, 2, str(tmp_path / "run"), mapping("gpt2", *overrides))
+    assert [name for name, _ in told] == ["ConfigError"] * 2
+    assert reason in told[0][1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_move_that_fails_is_forgotten(tiny, tmp_path: Path) -> None:
+    run = bt.run(tiny(), tmp_path / "run").path
+    before = (run / "run.json").read_text()
+    with pytest.raises(BlocktrainError):
+        bt.resume(run, ["device=cuda:99"])
+    assert (run / "run.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
@@ -386,6 +425,8 @@ def test_what_is_learned_cannot_be_changed_in_a_run_that_has_begun(tiny) -> None
         tiny().moved(["optimizer.lr=0.1"])
     assert tiny().moved([]) == tiny()
     assert tiny().moved(["device=cuda:1"]).device == "cuda:1"
+    apart = tiny("distributed.sync_every=2", "checkpoint.every=4 steps", "evaluation.every=4 steps")
+    assert apart.moved(["distributed.sync_every=none"]).distributed.sync_every is None
 
 
 def test_rows_that_cannot_be_shared_evenly(mapping, tmp_path: Path) -> None:

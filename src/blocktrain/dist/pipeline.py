@@ -30,7 +30,7 @@ from blocktrain.blocks.block import Block, Partition
 from blocktrain.dist.drift import require_equal
 from blocktrain.dist.parallel import Active
 from blocktrain.dist.ranks import Ranks
-from blocktrain.dist.stages import PipelineConfig, stages
+from blocktrain.dist.stages import PipelineConfig, require_micro_batches, stages
 from blocktrain.errors import ConfigError
 from blocktrain.model.cut import Cut
 
@@ -85,11 +85,13 @@ class Pipeline:
     def visit(self, active: Active) -> Iterator[None]:
         """Around the steps of a visit to a `share`. At its end all processes have the block's weights; raises
         `PeerError` if they are not the same."""
-        self._steps = _Steps(self, active)
-        yield
-        self.settle()
-        block, self._steps = self._steps.block, None
-        require_equal(self.ranks, block, block.parameters)
+        self._steps = steps = _Steps(self, active)
+        try:
+            yield
+            self.settle()
+        finally:
+            self._steps = None
+        require_equal(self.ranks, steps.block, steps.block.parameters)
 
     def backward(
         self, batches: Sequence[Batch], *, weights: Sequence[float], hidden: Sequence[Tensor | None] | None = None
@@ -234,10 +236,12 @@ class _Steps:
         """Stages and schedule. What they exchange is told, not found out by running them: a gradient is sent to a stage
         that has the first active layer, or comes after it."""
         pipeline, size = self._pipeline, self._ranks.size
-        _require_micro_batches(pipeline.config, count, len(self._stages), size)
+        require_micro_batches(pipeline.config, count, len(self._stages), size)
         rows = len(next(iter(batch.values())))
         row = {name: tensor[:1] for name, tensor in batch.items()}
         starts = [run.start for run in self._stages if run.start]
+        for start in starts:
+            pipeline.cut.check(row, start)  # every process every start, so that all of them say what is wrong
         with evaluating(pipeline.partition.model):
             states = pipeline.cut.states(row, starts)
         first = pipeline.partition.chain.layers.index(self.block.layers[0])
@@ -254,8 +258,6 @@ class _Steps:
 
         self._running, built = [], []
         for number, run in pipeline.mine(self.block).items():
-            if run.start:
-                pipeline.cut.check(row, run.start)
             end = None if number == len(self._stages) - 1 else run.stop
             stage = _Stage(pipeline.cut, run.start, end, pipeline.loss_of)
             self._running.append(stage)
@@ -335,13 +337,6 @@ class _Stage(nn.Module):
         except Exception as error:
             self.failed = error
             raise
-
-
-def _require_micro_batches(config: PipelineConfig, count: int, stage_count: int, processes: int) -> None:
-    if config.schedule == "1f1b" and count < stage_count:
-        raise ConfigError(f"schedule '1f1b' needs at least {stage_count} micro-batches a step, one a stage, not {count}")
-    if config.schedule == "interleaved" and count % max(1, count // processes):
-        raise ConfigError(f"schedule 'interleaved' needs a multiple of {processes} micro-batches a step, not {count}")
 
 
 def _exchange(ranks: Ranks, operations: list[dist.P2POp]) -> None:

@@ -50,17 +50,21 @@ class Sharded:
         parts are fp32, and `ShardingConfig` says what is computed in). Every forward pass is one of all processes.
     """
 
-    def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig):
+    def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig, *, device: torch.device | None = None):
+        """device: where the parts are to be; by default where the model is. A model on the host goes there layer by
+        layer."""
         if ranks.size == 1:
             raise ConfigError("sharding needs more than one process: start it with torchrun --nproc-per-node 2")
-        for block in partition:
-            if block.rows:
-                raise ConfigError(
-                    f"{block} owns rows of '{next(iter(block.rows))}', which cannot be sharded; take larger blocks"
-                )
+        require_whole(partition)
         model = partition.model
-        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))
+        device = device or next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (ranks.size,))
+        whole = list(model.parameters())
         _shard(partition.chain, mesh, config)
+        for parameter in whole:  # which others may still refer to
+            parameter.data = parameter.data.new_empty(0)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.partition = Partition(
             Chain(model, partition.chain.layers),
@@ -90,6 +94,14 @@ class Sharded:
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
         return _states(saved, part)
+
+
+def require_whole(partition: Partition) -> None:
+    """Raise `ConfigError` where a block has some rows of a parameter only."""
+    for block in partition:
+        if block.rows:
+            name = next(iter(block.rows))
+            raise ConfigError(f"{block} owns rows of '{name}', which cannot be sharded; take larger blocks")
 
 
 class ShardedSteps(Together):
@@ -160,7 +172,11 @@ def _is_tied(chain: Chain, layer: Layer) -> bool:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    """On the host. Parts that wait there are gathered through their device."""
+    if isinstance(value, DTensor):
+        on_device = cast(DTensor, value.to(value.device_mesh.device_type))
+        return on_device.full_tensor().cpu()
+    return value.cpu()
 
 
 def _states(saved: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -64,6 +64,10 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
+def _place(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -85,7 +89,7 @@ class Trained(Protocol):
         """Plain values."""
         ...
 
-    def block_weights(self, index: int) -> dict[str, Tensor]:
+    def block_weights(self, index: int) -> Mapping[str, Tensor]:
         """By name."""
         ...
 
@@ -106,17 +110,24 @@ class Trained(Protocol):
         ...
 
 
-def blocks_to_write(folder: Path, partition: Partition, trained: Trained) -> list[int]:
-    """Indices of those that have changed since the newest checkpoint in `folder`: `save_checkpoint` asks for no other's
-    tensors."""
-    previous = _previous(checkpoints(folder), partition, trained)
-    return [at for at, step in enumerate(trained.changed_at) if previous is None or previous.changed_at[at] != step]
+def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: Trained) -> list[int]:
+    """Indices of those whose tensors `save_checkpoint` at `step` will ask for, in this order: not all of their files
+    can be linked to the newest checkpoint's in `folder`."""
+    existing = checkpoints(folder)
+    if _place(folder, step) in existing:
+        return []
+    previous = _previous(existing, partition, trained)
+    return [
+        block.index
+        for block in partition
+        if not all(_is_linked(name, block, trained, previous) for name in _contents(block, trained))
+    ]
 
 
 def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, trained: Trained, keep: int) -> Path:
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
     ones as they were when there is no room. One that is there already is left: the same step is the same state."""
-    target = folder / f"step-{saved.progress.step:08d}"
+    target = _place(folder, saved.progress.step)
     existing = checkpoints(folder)
     if target in existing:
         return target
@@ -227,10 +238,8 @@ def _write_files(
     """Write or link every file; returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
     for block in partition:
-        changed_at = trained.changed_at[block.index]
-        unchanged = previous is not None and previous.changed_at[block.index] == changed_at
         for name, encode in _contents(block, trained).items():
-            if unchanged and previous is not None and name in previous.files:
+            if previous is not None and _is_linked(name, block, trained, previous):
                 _link(previous.path / name, folder / name)
                 entries[name] = previous.files[name]
             else:
@@ -239,6 +248,13 @@ def _write_files(
     if buffers:
         entries["buffers.safetensors"] = _write(folder / "buffers.safetensors", save(buffers))
     return entries
+
+
+def _is_linked(name: str, block: Block, trained: Trained, previous: _Previous | None) -> bool:
+    """Whether the checkpoint before has this very file of a block."""
+    if previous is None or name not in previous.files:
+        return False
+    return previous.changed_at[block.index] == trained.changed_at[block.index]
 
 
 def _contents(block: Block, trained: Trained) -> dict[str, Callable[[], bytes]]:

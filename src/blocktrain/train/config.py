@@ -306,11 +306,13 @@ class RunConfig:
             "memory.frozen": self.memory.frozen != "device",
             "schedule.span": self.schedule.span != "block",
             "optimizer.tail": self.optimizer.tail != "none",
-            "optimizer.name": in_parts and self.optimizer.name == "Muon",
+            "optimizer.name": in_parts and self.optimizer.name in ("Muon", "Adafactor"),
             "optimizer.state": in_parts and self.optimizer.state == "disk",
             "memory.loss_chunk": in_parts and self.memory.loss_chunk is not None,
             "optimizer.moments": in_parts and self.optimizer.moments != "fp32",
             "evaluation.generate": in_parts and self.evaluation.generate > 0,
+            "batch.micro_rows": in_parts and self.batch.micro_rows == "auto",
+            "distributed.reduce_dtype": not in_parts and self.distributed.reduce_dtype != "fp32",
         }
         for key in (key for key, wrong in found.items() if wrong):
             value = reduce(getattr, key.split("."), self)

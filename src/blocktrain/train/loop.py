@@ -35,7 +35,7 @@ from blocktrain.train.checkpoint import Saved, blocks_to_write, checkpoints, loa
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
-from blocktrain.train.layout import Layout, lay_out
+from blocktrain.train.layout import Collected, Layout, lay_out
 from blocktrain.train.measure import logged_opening, opening_events
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.outofmemory import planned
@@ -74,6 +74,8 @@ class Loop:
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
+            if self.job.ranks.is_first:
+                self.folder.replace_config(self.job.config)  # of a run that was moved, now that it can be
             saving = saving_memory(self.job.partition, self.job.config.memory)
             with saving, self._prefixed, planned(self.job, self._memory, "between steps"):
                 self._train()
@@ -87,9 +89,11 @@ class Loop:
             lambda: logged_opening(self.folder.events, self.job, self.method) if resumed else []
         )
         opening = logged or self.job.ranks.first(lambda: opening_events(self.job, self.method))
+        if resumed and not logged:
+            self._restore()  # again: what counts and rehearses steps may leave no moments behind
         told = {event["kind"]: event for event in opening}
         micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
-        self.job = replace(self.job, micro_rows=min(micro_rows, self.job.rank_rows))
+        self.job = replace(self.job, micro_rows=micro_rows)
         self._memory = told["memory"]
         self._step_flops = told["cost"]["flops"]["blocks"]
         forward_flops = told["cost"]["flops"]["forward_layers"]
@@ -252,8 +256,12 @@ class Loop:
 
     def _save(self) -> None:
         job, folder = self.job, self.folder.checkpoints
-        trained = self._layout.collected(job.ranks.first(lambda: blocks_to_write(folder, job.partition, job.optimizer)))
+        trained, step = self._layout.trained(), self.progress.step
+        wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
         if not job.ranks.is_first:
+            if isinstance(trained, Collected):
+                for index in wanted:
+                    trained.fetch(index)  # as rank 0 does while it writes
             return
         self._log.sync()
         self.progress.seconds = self._seconds()

@@ -21,6 +21,7 @@ from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
+from blocktrain.runtime import pick_device
 from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.alike import ends, filled, on_the_line
 from blocktrain.train.job import Job
@@ -41,7 +42,8 @@ def opening_events(job: Job, method: str) -> list[Event]:
 
 
 def logged_opening(path: Path, job: Job, method: str) -> list[Event]:
-    """The same, of a run that has been begun; empty where it was begun in another precision or layout."""
+    """The same, of a run that has been begun; empty where it was begun on other hardware or in another
+    precision."""
     logged = [event for event in read_events(path) if event["kind"] in OPENING]
     begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
     same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(job, method)))]
@@ -77,6 +79,8 @@ def _run_event(job: Job, method: str) -> Event:
         "micro_rows": job.config.batch.micro_rows,
         "memory": to_mapping(job.config.memory),
         "layout": job.config.distributed.layout,
+        "device": pick_device(job.config.device).type,
+        "processes": job.ranks.size,
         "span": job.config.schedule.span,
         "tail": job.config.optimizer.tail,
         "blocks": [

@@ -36,7 +36,7 @@ from blocktrain.prefix.ledger import Key
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
-from blocktrain.train.job import Job
+from blocktrain.train.job import Job, in_parts
 from blocktrain.train.task import to_device
 
 log = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ def _refusal(job: Job) -> str | None:
     """Why the prefix of this run cannot be stored at all."""
     if job.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-    if job.config.distributed.layout == "shards" and job.ranks.size > 1:
+    if in_parts(job.config, job.ranks):
         return "refused: sharded layers run on all processes together, and a prefix only where rows are missing"
     if job.task.augmented and job.config.sampling.variants is None:
         return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"

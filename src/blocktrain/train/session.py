@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from blocktrain.dist.ranks import Ranks, is_launched, open_ranks
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, pick_device
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import stop_requests
@@ -35,7 +35,9 @@ def run(
         job = build(config, folder.path, ranks)
         with _held(folder, ranks):
             if ranks.is_first:
-                folder.create(config, method=method, environment=environment(job.device), command=command)
+                folder.create(
+                    config, method=method, environment=environment(pick_device(config.device)), command=command
+                )
             _train(job, folder, method, listeners)
     return folder
 
@@ -58,10 +60,7 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
 def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
     method, config = folder.read()["method"], folder.config().moved(overrides)
     with _held(folder, ranks):
-        job = build(config, folder.path, ranks)
-        if ranks.is_first:
-            folder.replace_config(config)
-        _train(job, folder, method, listeners)
+        _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder
 
 
