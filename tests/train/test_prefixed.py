@@ -19,6 +19,7 @@ import pytest
 import blocktrain as bt
 from blocktrain.events import Event, read_events
 from blocktrain.prefix.choice import Choice, Place
+from blocktrain.prefix.ledger import Fingerprints
 from blocktrain.train import measure, prefixed
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.job import Job
@@ -244,6 +245,16 @@ def test_off_says_nothing_and_named_stores_measure_nothing(train: Run, config, t
     assert events_of(tmp_path / "off", "cache") == []
     bt.run(config("prefix.store=host", "schedule.sweeps=1"), tmp_path / "host")
     assert [event["place"] for event in events_of(tmp_path / "host", "cache")] == ["host", "host"]
+
+
+def test_a_visit_s_start_reads_the_weights_below_it_once(config, tmp_path: Path, monkeypatch):
+    """Deciding and opening both want their fingerprints; of a large model these take many seconds."""
+    read: list[str] = []
+    real = Fingerprints._read
+    monkeypatch.setattr(Fingerprints, "_read", lambda self, layer: (read.append(layer.name), real(self, layer))[1])
+    bt.run(config("prefix.store=host", "schedule.sweeps=1", "schedule.visit=1 epochs"), tmp_path / "run")
+    below = ["embedding", "transformer.h.0", "transformer.h.1"]
+    assert read == [*below[:2], *below]  # of the second visit, of the third
 
 
 def test_dropout_in_frozen_layers_is_refused_with_the_reason(train: Run):

@@ -32,7 +32,7 @@ from blocktrain.model.cut import Cut, CutError
 from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
 from blocktrain.prefix.encoding import Encoding
-from blocktrain.prefix.ledger import Key
+from blocktrain.prefix.ledger import Fingerprints, Key
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
@@ -64,6 +64,7 @@ class PrefixedSteps:
         self._saved = 0  # FLOPs, in a visit whose cache was given up
         self._told = 0  # FLOPs of the visit that `newly_saved` has told of
         self._level = 0  # of the current visit
+        self._now = Fingerprints(job.partition.chain)  # of the weights at its start
         self._given_up: str | None = None  # during the current visit, and not yet logged
 
     # -- a visit --------------------------------------------------------------------------------------------------
@@ -74,6 +75,7 @@ class PrefixedSteps:
         decided: that record, for a visit that is resumed: its rows lie where it says.
         """
         self._choice, self._saved, self._told = None, 0, 0
+        self._now = Fingerprints(self._cut.chain)
         level = self._level = self._levels[visit.block.index]
         if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
@@ -211,7 +213,8 @@ class PrefixedSteps:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
         uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.ranks.size / job.rows.num_slots
-        held = {0: 1} if self._cache is None else self._cache.held(level, key=_key_of(self.job, visit))
+        key = _key_of(job, visit)
+        held = {0: 1} if self._cache is None else self._cache.held(level, key=key, now=self._now)
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
         subset, before = job.rows.subset(visit=visit.index, sweep=visit.sweep), level
@@ -255,7 +258,7 @@ class PrefixedSteps:
                 make_store=self._make_store,
                 levels=self._kept(),
             )
-        self._cache.open(level, key=_key_of(self.job, visit), sample=self._sample(visit, 1))
+        self._cache.open(level, key=_key_of(self.job, visit), sample=self._sample(visit, 1), now=self._now)
         if config.fill == "ahead":
             self._fill_ahead(visit)
 
