@@ -119,7 +119,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
                 writer.load_block_weights(block.index, whole)
             writer.load_state_dict(state)
             saved = Saved(progress=Progress(step=STEPS * 3), log_bytes=0, data="")
-            save_checkpoint(Path(checkpoints), saved, partition=plain, optimizer=writer, keep=1)
+            save_checkpoint(Path(checkpoints), saved, partition=plain, trained=writer, keep=1)
         losses += sweep(ranks, optimizer, first=STEPS * 3)
         found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": []}
         for block in sharded.partition:

@@ -20,9 +20,8 @@ import blocktrain as bt
 from blocktrain.events import Event, read_events
 from blocktrain.prefix.choice import Choice, Place
 from blocktrain.prefix.ledger import Fingerprints
-from blocktrain.train import measure, prefixed
+from blocktrain.train import prefixed
 from blocktrain.train.checkpoint import checkpoints
-from blocktrain.train.job import Job
 from blocktrain.train.schema import override
 
 Run = Callable[..., Path]
@@ -65,24 +64,6 @@ def cost_of_layers(run: Path) -> list[int]:
 
 def stored_files(run: Path) -> list[Path]:
     return [path for path in (run / "prefix").rglob("*") if path.is_file()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _counted_once() -> Iterator[None]:
-    """Counting FLOPs takes longer than these runs: do it once for each model, not in every run."""
-    counted: dict[str, dict[str, Any]] = {}
-    count = measure._costs
-
-    def costs(job: Job) -> dict[str, Any]:
-        config = job.config
-        shape = str((config.model, config.text, config.images, config.blocks, config.batch, config.optimizer))
-        if shape not in counted:
-            counted[shape] = count(job)
-        return counted[shape]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_costs", costs)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,20 @@ The rows of a step are shared as in data parallel training (`parallel.py`), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from blocktrain.blocks.block import Block, Partition
-from blocktrain.dist.parallel import DTYPES
+from blocktrain.dist.parallel import DTYPES, Active, DistributedConfig, Together, average, batch_statistics
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError
 from blocktrain.model.chain import Chain, Layer
@@ -90,6 +92,41 @@ class Sharded:
         return _states(saved, part)
 
 
+class ShardedSteps(Together):
+    """Gradients are summed by FSDP2 as each layer's backward pass ends; every rank moves its parts of the block."""
+
+    settled = True
+
+    def __init__(self, ranks: Ranks, config: DistributedConfig):
+        super().__init__(ranks, config)
+        self._statistics: list[Tensor] = []
+
+    @contextmanager
+    def visit(self, active: Active) -> Iterator[None]:
+        """Nothing to exchange: no part is on two ranks."""
+        self._active, self._statistics = active, batch_statistics(active.block)
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            with self.ranks.peers():  # FSDP's own collectives, which know nothing of `Ranks`
+                raise
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Only what no gradient moves is left to do."""
+        yield
+        average(self.ranks, self._statistics)
+
+    def stepped(self, step: int) -> None:
+        """All ranks have taken the same step."""
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Over the parts of all ranks."""
+        return float(_whole(self._in_visit().clip_grad_norm(max_norm)))
+
+
 def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
     """Each layer by itself; those that share weights with another are left to the model as a whole."""
     policy = MixedPrecisionPolicy(
@@ -111,6 +148,8 @@ def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
     for parameter in chain.model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     root._get_fsdp_state()._lazy_init()
+    # After a forward pass its own weights stay gathered, for the backward pass. Where none comes, they are given back.
+    chain.model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else root.reshard())
 
 
 def _is_tied(chain: Chain, layer: Layer) -> bool:

@@ -22,7 +22,7 @@ from blocktrain.model.load import load_model
 from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.optim.tail import Tail
@@ -99,6 +99,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     parts = partition(
         model,
         num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        stages=blocks.stages,
         largest=blocks.largest,
         patterns=blocks.patterns,
         balance=blocks.balance,
@@ -128,7 +129,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         device=device,
         model=model,
         partition=parts,
-        optimizer=_optimizer(config, parts, folder / "state" / f"rank-{ranks.rank}"),
+        optimizer=optimizer_of(config, parts, folder, ranks),
         task=task,
         rows=plan,
         schedule=schedule,
@@ -152,7 +153,12 @@ def _require_settled_checkpoints(config: RunConfig, pace: Pace) -> None:
             raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
 
 
-def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
+def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks) -> BlockOptimizer:
+    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`.
+
+    Of shards the parts are the fp32 masters themselves, whatever they are gathered in to be computed with.
+    """
+    in_parts = config.distributed.layout == "shards" and ranks.size > 1
     options = config.optimizer
     for key in ("lr", "weight_decay"):
         if key in options.options:
@@ -168,8 +174,8 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
     return BlockOptimizer(
         parts,
         cls,
-        state=_store(options, folder),
-        precision=replace(preset(config.precision), moments=options.moments),
+        state=_store(options, folder / "state" / f"rank-{ranks.rank}"),
+        precision=replace(FP32 if in_parts else preset(config.precision), moments=options.moments),
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -63,7 +63,7 @@ class PrefixedSteps:
         self._flops_per_second = float("inf")
         self._saved = 0  # FLOPs, in a visit whose cache was given up
         self._told = 0  # FLOPs of the visit that `newly_saved` has told of
-        self._level = 0  # of the current visit
+        self.level = 0  # the boundary below the current visit's block
         self._now = Fingerprints(job.partition.chain)  # of the weights at its start
         self._given_up: str | None = None  # during the current visit, and not yet logged
 
@@ -76,7 +76,7 @@ class PrefixedSteps:
         """
         self._choice, self._saved, self._told = None, 0, 0
         self._now = Fingerprints(self._cut.chain)
-        level = self._level = self._levels[visit.block.index]
+        level = self.level = self._levels[visit.block.index]
         if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
         if level == 0 or self.job.config.prefix.store == "off":
@@ -106,6 +106,15 @@ class PrefixedSteps:
             return nullcontext()
         return self._cut.running(level=self._cache.level, hidden=hidden)
 
+    def states(self, rows: StepRows, batch: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
+        if self.active and self._cache is not None:
+            try:
+                return self._cache.fetch(rows.slots, batch)
+            except StorageError as error:
+                self._give_up(error)
+        return self._cut.states(batch, [self.level])[self.level]
+
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next call of `running` will want."""
         if self.active and self._cache is not None:
@@ -123,7 +132,7 @@ class PrefixedSteps:
         did = _added_up(self.job.ranks, seen, saved=self.flops_saved() if working else 0)
         given_up, self._given_up = self._given_up, None
         if given_up is not None:
-            return {"kind": "cache", "place": None, "reason": given_up, "level": self._level}
+            return {"kind": "cache", "place": None, "reason": given_up, "level": self.level}
         if not working:
             return None
         seconds = did["flops_saved"] / self._flops_per_second / self.job.ranks.size - did["wait_seconds"]
@@ -255,7 +264,7 @@ class PrefixedSteps:
                 self._cut,
                 num_slots=self.job.rows.num_slots,
                 encoding=Encoding(config.dtype),
-                make_store=self._make_store,
+                make_store=_store(place, self._mine, self.job.device),
                 levels=self._kept(),
             )
         self._cache.open(level, key=_key_of(self.job, visit), sample=self._sample(visit, 1), now=self._now)
@@ -271,15 +280,6 @@ class PrefixedSteps:
             for at in range(0, len(missing), self.job.config.prefix.fill_rows):
                 rows = self.job.rows.slot_rows(missing[at : at + self.job.config.prefix.fill_rows], subset=subset)
                 self._cache.fill(rows.slots, self._batch(rows))
-
-    def _make_store(self, name: str, slots: int, layout: Layout) -> Store:
-        match self._place:
-            case "file":
-                return FileStore(self._mine / name, slots, layout)
-            case "device":
-                return MemoryStore(slots, layout, device=self.job.device)
-            case "host":
-                return MemoryStore(slots, layout, device=torch.device("cpu"), pin=self.job.device.type == "cuda")
 
     def _sample(self, visit: Visit, rows: int) -> dict[str, Tensor]:
         slots = np.arange(min(rows, self.job.rows.stored_rows))
@@ -303,10 +303,24 @@ class PrefixedSteps:
             self._cache = None
 
 
+def _store(place: Place, folder: Path, device: torch.device) -> Callable[[str, int, Layout], Store]:
+    """What makes a store there, given a name in `folder`, a number of slots and what is in one."""
+    match place:
+        case "file":
+            return lambda name, slots, layout: FileStore(folder / name, slots, layout)
+        case "device":
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=device)
+        case "host":
+            pin = device.type == "cuda"
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=torch.device("cpu"), pin=pin)
+
+
 def _refusal(job: Job) -> str | None:
     """Why the prefix of this run cannot be stored at all."""
     if job.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
+    if job.config.distributed.layout == "shards" and job.ranks.size > 1:
+        return "refused: sharded layers run on all processes together, and a prefix only where rows are missing"
     if job.task.augmented and job.config.sampling.variants is None:
         return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
     return None
