@@ -95,7 +95,7 @@ class Loop:
         forward_flops = told["cost"]["flops"]["forward_layers"]
         self._layout = lay_out(self.job, self.folder.path, forward_flops)
         self.job = self._layout.job
-        self._prefixed = PrefixedSteps(self.job, self.folder.path, forward_flops)
+        self._prefixed = PrefixedSteps(self.job, self.folder.path, forward_flops, before=self.progress.cached)
         for event in opening:
             (self._tell if logged else self._emit)(event)
         if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
@@ -253,6 +253,7 @@ class Loop:
     def _save(self) -> None:
         job, folder = self.job, self.folder.checkpoints
         trained = self._layout.collected(job.ranks.first(lambda: blocks_to_write(folder, job.partition, job.optimizer)))
+        self.progress.cached = self._prefixed.did()
         if not job.ranks.is_first:
             return
         self._log.sync()
