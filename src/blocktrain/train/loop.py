@@ -99,7 +99,7 @@ class Loop:
         forward_flops = told["cost"]["flops"]["forward_layers"]
         self._layout = lay_out(self.job, self.folder.path, forward_flops)
         self.job = self._layout.job
-        self._prefixed = PrefixedSteps(self.job, self.folder.path, forward_flops)
+        self._prefixed = PrefixedSteps(self.job, self.folder.path, forward_flops, before=self.progress.cached)
         for event in opening:
             (self._tell if logged else self._emit)(event)
         if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
@@ -258,6 +258,7 @@ class Loop:
         job, folder = self.job, self.folder.checkpoints
         trained, step = self._layout.trained(), self.progress.step
         wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
+        self.progress.cached = self._prefixed.did()
         if not job.ranks.is_first:
             if isinstance(trained, Collected):
                 for index in wanted:
