@@ -28,7 +28,7 @@ from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.state import BlockState, decode_state, encode_state
 from blocktrain.runtime import pick_device
-from blocktrain.train.checkpoint import Trained
+from blocktrain.train.checkpoint import Saved, Trained, blocks_to_write, save_checkpoint
 from blocktrain.train.job import Job, in_parts, in_stages, optimizer_of, pipeline_config
 
 T = TypeVar("T")
@@ -60,6 +60,17 @@ def lay_out(job: Job, folder: Path, forward_flops: Sequence[int]) -> Layout:
         laid = replace(job, partition=sharded.partition, optimizer=optimizer, device=device)
         return Layout(job=laid, parallel=ShardedSteps(ranks, config), trained=lambda: FromParts(laid, sharded))
     return Layout(job=job, parallel=parallel(ranks, config), trained=lambda: job.optimizer)
+
+
+def write_checkpoint(layout: Layout, folder: Path, saved: Saved, *, keep: int) -> None:
+    """As `save_checkpoint`, on rank 0; the other processes hand over what they have. All must call it."""
+    job, trained, step = layout.job, layout.trained(), saved.progress.step
+    wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
+    if job.ranks.is_first:
+        save_checkpoint(folder, saved, partition=job.partition, trained=trained, keep=keep)
+    elif isinstance(trained, Collected):
+        for index in wanted:
+            trained.fetch(index)
 
 
 class Contents(NamedTuple):

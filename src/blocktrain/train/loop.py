@@ -31,11 +31,11 @@ from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
-from blocktrain.train.checkpoint import Saved, blocks_to_write, checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
-from blocktrain.train.layout import Collected, Layout, lay_out
+from blocktrain.train.layout import Layout, lay_out, write_checkpoint
 from blocktrain.train.measure import logged_opening, opening_events
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.outofmemory import planned
@@ -255,19 +255,10 @@ class Loop:
             self._emit({"kind": "sample", "step": progress.step, **answer.to_event()})
 
     def _save(self) -> None:
-        job, folder = self.job, self.folder.checkpoints
-        trained, step = self._layout.trained(), self.progress.step
-        wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
-        self.progress.cached = self._prefixed.did()
-        if not job.ranks.is_first:
-            if isinstance(trained, Collected):
-                for index in wanted:
-                    trained.fetch(index)  # as rank 0 does while it writes
-            return
         self._log.sync()
-        self.progress.seconds = self._seconds()
-        saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=job.task.fingerprint)
-        save_checkpoint(folder, saved, partition=job.partition, trained=trained, keep=job.config.checkpoint.keep)
+        self.progress.cached, self.progress.seconds = self._prefixed.did(), self._seconds()
+        saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
+        write_checkpoint(self._layout, self.folder.checkpoints, saved, keep=self.job.config.checkpoint.keep)
 
     def _restore(self) -> int:
         """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""
