@@ -52,13 +52,33 @@ def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _COUNTED: dict[str, Any] = {}
-_FREE = {"name", "seed", "schedule", "learning_rate", "evaluation", "checkpoint", "stop", "log_every"}
+# What neither FLOPs nor peaks depend on: tables, and keys of a table.
+_FREE = {
+    *(
+        "name",
+        "seed",
+        "schedule",
+        "learning_rate",
+        "evaluation",
+        "checkpoint",
+        "stop",
+        "log_every",
+        "prefix",
+        "sampling",
+    ),
+    *("distributed", "tracking", "on_nonfinite"),
+}
+_FREE_OF_OPTIMIZER = {"lr", "weight_decay", "decay", "state", "max_grad_norm"}
 
 
 def _remembered(count: Callable[[Job], Any], name: str, job: Job) -> Any:
     costly = {table: value for table, value in job.config.to_mapping().items() if table not in _FREE}
-    span = job.config.schedule.span
-    key = json.dumps([name, len(job.partition), job.micro_rows, span, costly], sort_keys=True, default=str)
+    optimizer = {key: value for key, value in costly.pop("optimizer").items() if key not in _FREE_OF_OPTIMIZER}
+    key = json.dumps(
+        [name, len(job.partition), job.micro_rows, job.config.schedule.span, optimizer, costly],
+        sort_keys=True,
+        default=str,
+    )
     if key not in _COUNTED:
         _COUNTED[key] = count(job)
     return copy.deepcopy(_COUNTED[key])

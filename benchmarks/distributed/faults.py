@@ -1,6 +1,6 @@
 """What do kills cost? A job of several processes under torchrun; one of them is killed with SIGKILL at random moments.
 
-    python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--out benchmarks/distributed/faults.json]
+    python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--layout rows] [--out FILE]
 
 torchrun starts the job again each time, by itself. At each kill the last logged step and the newest checkpoint are
 noted; the next session says where it went on. At the end the files are compared with those of a job left alone.
@@ -59,6 +59,7 @@ rows = 16
 every = "{INTERVAL} steps"
 [distributed]
 timeout_seconds = 60
+layout = "LAYOUT"
 """
 
 
@@ -134,13 +135,13 @@ def curve(out: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in read_events(out / "events.jsonl") if event["kind"] == "step"]
 
 
-def measure(kills: int, processes: int, seed: int) -> dict[str, Any]:
+def measure(kills: int, processes: int, layout: str, seed: int) -> dict[str, Any]:
     """The result as a JSON-able dictionary."""
     chance = random.Random(seed)
     moments = sorted(chance.sample(range(3, 290), kills))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "config.toml").write_text(CONFIG)
+        (folder / "config.toml").write_text(CONFIG.replace("LAYOUT", layout))
         alone = launch(folder / "config.toml", folder / "alone", processes, 0)
         if alone.wait() != 0:
             raise RuntimeError(f"the job that was left alone ended with exit code {alone.returncode}")
@@ -148,6 +149,7 @@ def measure(kills: int, processes: int, seed: int) -> dict[str, Any]:
         return {
             "question": "what do kills with SIGKILL cost a job under torchrun?",
             "processes": processes,
+            "layout": layout,
             "checkpoint_interval_steps": INTERVAL,
             "kills": seen,
             "checkpoints_lost": sum(kill["checkpoint_lost"] for kill in seen),
@@ -164,10 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--layout", default="rows", choices=("rows", "layers", "shards"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("faults.json"))
     options = parser.parse_args()
-    result = measure(options.kills, options.processes, options.seed)
+    result = measure(options.kills, options.processes, options.layout, options.seed)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print("| killed rank | at step | newest checkpoint | went on at | steps lost |")
     print("|---|---|---|---|---|")

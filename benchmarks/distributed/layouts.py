@@ -74,20 +74,20 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
     partition = bt.partition(model, num_blocks=BLOCKS, stages=stages or ranks.size)
     costs = [cost.forward_flops for cost in layer_costs(partition.chain, micro_batches()[0])]
     pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=costs)
-    optimizer = bt.BlockOptimizer(pipeline.shares, torch.optim.AdamW, lr=1e-4)
+    optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4)
     cut, found = Cut(partition.chain), []
     for block in partition:
         level = pipeline.stages[block.index][0].start
         hidden = [cut.states(batch, [level])[level] for batch in micro_batches()] if level else None
-        with optimizer.visit(pipeline.shares[block.index]), pipeline.visit(optimizer.in_visit) as visit:
+        with optimizer.visit(pipeline.share(block)), pipeline.visit(optimizer.in_visit):
             sent.clear()
-            visit.backward(micro_batches(), weights=[1 / MICRO] * MICRO, hidden=hidden)
+            pipeline.backward(micro_batches(), weights=[1 / MICRO] * MICRO, hidden=hidden)
             in_step = dict(sent)
             optimizer.step()
             optimizer.zero_grad()
         prices = visit_costs(partition, block, costs)
         mine = sum(prices[layer] for run in pipeline.mine(block).values() for layer in run)
-        trained = pipeline.shares[block.index].num_parameters
+        trained = pipeline.share(block).num_parameters
         found.append({"sent": in_step, "work": mine, "trained": trained, "block": block.num_parameters})
     return found
 

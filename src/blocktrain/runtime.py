@@ -87,8 +87,8 @@ class SideStream:
             return copy.copy_(tensor, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host."""
-        if self._stream is None:
+        """A copy of `tensor` on the host; of one that is a part of another (DTensor) it is made at once."""
+        if self._stream is None or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with self._queue():

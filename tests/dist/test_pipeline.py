@@ -112,21 +112,22 @@ def compare(ranks: Ranks, case: tuple[str, int, int, dict[str, Any]]) -> dict[st
     reference = bt.partition(single, num_blocks=blocks, stages=stages, layers=known)
     pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=[1.0] * len(partition.chain.layers))
     optimizer, expected = (
-        bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.1, momentum=0.9) for parts in (pipeline.shares, reference)
+        bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.1, momentum=0.9) for parts in (partition, reference)
     )
     result: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "weights": 0.0, "trained": [], "sent": []}
-    for block, share in zip(partition, pipeline.shares, strict=True):
+    for block in partition:
+        share = pipeline.share(block)
         steps = alone(single, reference, expected, reference[block.index])
-        with optimizer.visit(share), pipeline.visit(optimizer.in_visit) as visit:
+        with optimizer.visit(share), pipeline.visit(optimizer.in_visit):
             for step, (loss, gradients, norm) in enumerate(steps):
                 sent.clear()
                 hidden = hidden_of(pipeline, block, step, ranks)
-                mine = visit.backward(micro_batches(step), weights=WEIGHTS, hidden=hidden)
+                mine = pipeline.backward(micro_batches(step), weights=WEIGHTS, hidden=hidden)
                 result["loss"] = max(result["loss"], abs(mine - loss) / loss)
                 for name, gradient in held(optimizer).items():
                     away = float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
                     result["gradient"] = max(result["gradient"], away)
-                result["norm"] = max(result["norm"], abs(visit.clip_grad_norm() - norm) / norm)
+                result["norm"] = max(result["norm"], abs(pipeline.clip_grad_norm() - norm) / norm)
                 optimizer.step()
                 optimizer.zero_grad()
         result["trained"].append(sorted(share.parameters))
@@ -233,9 +234,9 @@ def refuse() -> dict[str, str]:
         def attempt(name: str, batches: list[dict[str, Tensor]], hidden: Any = None, **settings: Any) -> None:
             try:
                 pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=[1.0] * 6)
-                optimizer = bt.BlockOptimizer(pipeline.shares, torch.optim.SGD, lr=0.1)
-                with optimizer.visit(pipeline.shares[1]), pipeline.visit(optimizer.in_visit) as visit:
-                    visit.backward(batches, weights=[1.0] * len(batches), hidden=hidden)
+                optimizer = bt.BlockOptimizer(partition, torch.optim.SGD, lr=0.1)
+                with optimizer.visit(pipeline.share(partition[1])), pipeline.visit(optimizer.in_visit):
+                    pipeline.backward(batches, weights=[1.0] * len(batches), hidden=hidden)
             except (ConfigError, ValueError) as error:
                 told[name] = f"{type(error).__name__}: {error}"
 
@@ -252,7 +253,7 @@ def test_mistakes_are_errors_on_every_process() -> None:
         assert "must have one shape" in told["ragged"]
         assert "at least 2 micro-batches a step" in told["few"]
         assert "was not given the stored states of micro-batches" in told["nothing stored"]
-        assert "2 processes cannot share the layers of Block(0" in told["small blocks"]
+        assert "2 processes cannot share the layers of the model" in told["small blocks"]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])

@@ -106,6 +106,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
     """A sweep, a checkpoint in the form of one process, a second sweep; then one step to count."""
     counting()
     partition, layers = build(kind)
+    before = list(partition.model.parameters())
     with open_ranks() as ranks:
         sharded = Sharded(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
@@ -119,7 +120,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
                 writer.load_block_weights(block.index, whole)
             writer.load_state_dict(state)
             saved = Saved(progress=Progress(step=STEPS * 3), log_bytes=0, data="")
-            save_checkpoint(Path(checkpoints), saved, partition=plain, optimizer=writer, keep=1)
+            save_checkpoint(Path(checkpoints), saved, partition=plain, trained=writer, keep=1)
         losses += sweep(ranks, optimizer, first=STEPS * 3)
         found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": []}
         for block in sharded.partition:
@@ -128,6 +129,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
             with optimizer.visit(block):
                 found["moments"].append(local_bytes(optimizer.in_visit.state()))
         found["all"] = sum(parameter.numel() for parameter in partition.model.parameters())
+        found["scalars left whole"] = sum(parameter.numel() for parameter in before)
         found["gradients left"] = sum(parameter.grad is not None for parameter in partition.model.parameters())
     return found
 
@@ -160,6 +162,7 @@ def test_losses_are_those_of_one_process(trained: tuple[str, Path, list[Any]]) -
     for found in trained[2]:
         assert found["losses"] == pytest.approx(expected, rel=TOLERANCE)
         assert found["gradients left"] == 0
+        assert found["scalars left whole"] == 0  # to whoever still refers to the weights as they were
 
 
 def test_only_the_active_block_is_summed(trained: tuple[str, Path, list[Any]]) -> None:

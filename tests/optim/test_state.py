@@ -215,3 +215,14 @@ def test_clearing_waits_and_forgets_errors(tmp_path: Path):
     store.clear()
     assert list(tmp_path.iterdir()) == []
     assert store.get(0) is None
+
+
+def test_every_process_reads_the_entries_in_the_same_order() -> None:
+    """safetensors hands tensors out in an order of its own, which ranks that gather them one by one must not see."""
+    state: BlockState = {
+        f"layer.{number}.weight": {**{key: torch.ones(2) for key in ("step", "exp_avg", "exp_avg_sq")}, "count": 3}
+        for number in (3, 1, 2, 0)
+    }
+    read = decode_state(encode_state(state))
+    assert list(read) == [f"layer.{number}.weight" for number in range(4)]
+    assert all(list(found) == ["count", "exp_avg", "exp_avg_sq", "step"] for found in read.values())

@@ -15,7 +15,7 @@ import blocktrain as bt
 from blocktrain.errors import StorageError
 from blocktrain.model.detect import chain_of
 from blocktrain.prefix.encoding import Fields
-from blocktrain.prefix.ledger import Ledger, checksums, fingerprints
+from blocktrain.prefix.ledger import Fingerprints, Ledger, checksums
 from blocktrain.prefix.store import FileStore, layout_of
 
 KEY = {"rows": "abc", "encoding": "compute"}
@@ -59,35 +59,46 @@ def test_a_fingerprint_covers_every_weight_and_buffer_below_its_level_and_nothin
     sequential = model()
     chain = chain_of(sequential)
     tensors = {**dict(sequential.named_parameters()), **dict(sequential.named_buffers())}
-    before = fingerprints(chain, [level])
+    before = Fingerprints(chain).at([level])
     assert list(before) == [level]
     for name, tensor in tensors.items():
         saved = tensor.detach().clone()
         change(sequential, name)
-        assert (fingerprints(chain, [level]) == before) == (int(name.split(".")[0]) >= level), name
+        assert (Fingerprints(chain).at([level]) == before) == (int(name.split(".")[0]) >= level), name
         with torch.no_grad():
             tensor.copy_(saved)
-    assert fingerprints(chain, [level]) == before
+    assert Fingerprints(chain).at([level]) == before
 
 
 def test_fingerprints_of_several_levels_are_those_of_each():
     chain = chain_of(model())
-    together = fingerprints(chain, {3, 1, 2})
-    assert together == {level: fingerprints(chain, [level])[level] for level in (1, 2, 3)}
+    together = Fingerprints(chain).at({3, 1, 2})
+    assert together == {level: Fingerprints(chain).at([level])[level] for level in (1, 2, 3)}
     assert len(set(together.values())) == 3
-    assert fingerprints(chain, []) == {}
-    assert fingerprints(chain, [1, 99]) == {1: together[1]}
+    assert Fingerprints(chain).at([]) == {}
+    assert Fingerprints(chain).at([1, 99]) == {1: together[1]}
+
+
+def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment():
+    """Each layer is read once, so a change in between is not seen below and seen above."""
+    sequential = model()
+    chain = chain_of(sequential)
+    now, before = Fingerprints(chain), Fingerprints(chain).at([1, 2, 3])
+    assert now.at([2]) == {2: before[2]}
+    change(sequential, "0.weight")
+    assert now.at([1, 3, 2]) == before
+    assert Fingerprints(chain).at([1])[1] != before[1]
 
 
 def test_the_smallest_change_of_a_weight_in_any_dtype_is_seen():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         sequential = model().to(dtype)
         chain = chain_of(sequential)
-        before = fingerprints(chain, [1])
+        before = Fingerprints(chain).at([1])
         weight: Any = sequential[0].weight
         with torch.no_grad():
             weight.view(torch.int16 if weight.itemsize == 2 else torch.int32)[0, 0] ^= 1  # one bit
-        assert fingerprints(chain, [1]) != before
+        assert Fingerprints(chain).at([1]) != before
 
 
 def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
@@ -96,10 +107,10 @@ def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
     config = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0)
     gpt2 = GPT2LMHeadModel(config)
     parts = bt.partition(gpt2, num_blocks=2)
-    before = fingerprints(parts.chain, [1])
+    before = Fingerprints(parts.chain).at([1])
     with torch.no_grad():
         gpt2.lm_head.weight[0, 0] += 1
-    assert fingerprints(parts.chain, [1]) != before
+    assert Fingerprints(parts.chain).at([1]) != before
 
 
 @pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
@@ -114,7 +125,7 @@ def test_resting_weights_are_told_apart(precision: bt.Precision):
                 p.view(-1)[0] = 2
         bt.BlockOptimizer(bt.partition(sequential, num_blocks=2), torch.optim.SGD, precision=precision)
         assert sequential.get_parameter("0.weight").isnan().all()
-        found.add(fingerprints(chain_of(sequential), [1])[1])
+        found.add(Fingerprints(chain_of(sequential)).at([1])[1])
     assert len(found) == 2
 
 
@@ -124,7 +135,7 @@ def test_weights_on_the_host_are_those_on_the_device():
         torch.manual_seed(0)
         parts = bt.partition(model(), num_blocks=2)
         bt.BlockOptimizer(parts, torch.optim.SGD, precision=bt.BF16_EXACT, frozen=place)
-        found.add(fingerprints(parts.chain, [2])[2])
+        found.add(Fingerprints(parts.chain).at([2])[2])
     assert len(found) == 1
 
 
@@ -136,21 +147,21 @@ def test_slots_whose_layers_changed_are_refused(tmp_path: Path, on_disk: bool):
     sequential = model()
     chain = chain_of(sequential)
     ledger = Ledger(6, key=KEY, folder=tmp_path if on_disk else None)
-    assert ledger.refuse_stale(fingerprints(chain, [1, 2, 3])) == 0
+    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 0
     ledger.mark(np.array([0, 1]), 1, rows(2))
     ledger.mark(np.array([2, 3]), 2, rows(2))
     ledger.mark(np.array([4]), 3, rows(1))
 
     change(sequential, "3.weight")  # above all of them
-    assert ledger.refuse_stale(fingerprints(chain, [1, 2, 3])) == 0
+    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 0
     assert ledger.levels.tolist() == [1, 1, 2, 2, 3, 0]
 
     change(sequential, "2.weight")
-    assert ledger.refuse_stale(fingerprints(chain, [1, 2, 3])) == 1
+    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 1
     assert ledger.levels.tolist() == [1, 1, 2, 2, 0, 0]
 
     change(sequential, "1.running_mean")
-    assert ledger.refuse_stale(fingerprints(chain, [1, 2, 3])) == 2
+    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 2
     assert ledger.levels.tolist() == [1, 1, 0, 0, 0, 0]
 
 

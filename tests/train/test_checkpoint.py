@@ -14,6 +14,7 @@ import torch
 
 import blocktrain as bt
 from blocktrain.errors import CheckpointError, StorageError
+from blocktrain.optim.precision import join
 from blocktrain.train import checkpoint as module
 from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.job import build
@@ -32,7 +33,7 @@ def newest(run: Path) -> Path:
 
 def save(job, folder: Path, step: int, keep: int = 5) -> Path:
     saved = Saved(progress=Progress(step=step), log_bytes=0, data="some rows")
-    return save_checkpoint(folder, saved, partition=job.partition, optimizer=job.optimizer, keep=keep)
+    return save_checkpoint(folder, saved, partition=job.partition, trained=job.optimizer, keep=keep)
 
 
 def one_step(job, block: int) -> None:
@@ -108,6 +109,39 @@ def test_another_model_is_refused(tiny, finished: Path, tmp_path: Path, override
     job = build(tiny(override), tmp_path)
     with pytest.raises(CheckpointError, match="another model or another division into blocks"):
         load_checkpoint(newest(finished), job.partition, job.optimizer)
+
+
+def fp32_values(job, index: int) -> dict[str, torch.Tensor]:
+    """A block's masters, or its fp32 weights."""
+    left = job.optimizer.block_remainders(index)
+    weights = job.optimizer.block_weights(index)
+    return {name: join(value, left[name]) if name in left else value for name, value in weights.items()}
+
+
+def test_a_run_that_changes_its_precision_loses_not_one_bit(tiny, tmp_path: Path) -> None:
+    """fp32, then 8 bits with exact masters, then bf16, and back."""
+    first = build(tiny(), tmp_path)
+    one_step(first, 0)
+    folder = save(first, tmp_path / "fp32", 1)
+    for name in ("int8", "bf16-exact", "fp32"):
+        job = build(tiny(f"precision={name}"), tmp_path)
+        load_checkpoint(folder, job.partition, job.optimizer)
+        for index in range(3):
+            ours, theirs = fp32_values(job, index), fp32_values(first, index)
+            assert all(value.dtype == torch.float32 and torch.equal(value, theirs[key]) for key, value in ours.items())
+        folder = save(job, tmp_path / name, 1)
+    assert not list(folder.glob("remainder-*"))
+
+
+def test_the_first_checkpoint_in_another_precision_links_nothing(tiny, tmp_path: Path) -> None:
+    """A file of fp32 weights beside remainders would be read as something else."""
+    first = build(tiny(), tmp_path)
+    one_step(first, 0)
+    old = save(first, tmp_path, 1)
+    job = build(tiny("precision=bf16-exact"), tmp_path)
+    load_checkpoint(old, job.partition, job.optimizer)
+    new = save(job, tmp_path, 2)
+    assert not any(path.samefile(old / path.name) for path in new.iterdir() if (old / path.name).exists())
 
 
 def test_another_format_is_refused(tiny, finished: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class Partition(Sequence[Block]):
     chain: Chain
     blocks: tuple[Block, ...]
     _unions: dict[range, Block] = field(default_factory=dict, init=False, repr=False)
+    _shares: list[Block] = field(default_factory=list, init=False, repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -113,6 +114,20 @@ class Partition(Sequence[Block]):
         """Block `index` and every block above it, as one."""
         return self.union(range(index, len(self)))
 
+    def share(self, index: int, name: str, *, layers: Sequence[Layer], parameters: Collection[str]) -> Block:
+        """What one of several processes trains of block `index`: those of its `layers` and of its `parameters` (names)
+        that are given."""
+        block = self.blocks[index]
+        share = replace(
+            block,
+            layers=tuple(layer for layer in block.layers if layer in layers),
+            parameters={key: parameter for key, parameter in block.parameters.items() if key in parameters},
+            rows={key: rows for key, rows in block.rows.items() if key in parameters},
+            pieces=(name,),
+        )
+        self._shares.append(share)
+        return share
+
     def above(self, block: Block) -> dict[str, nn.Parameter]:
         """The parameters of every block above `block`."""
         blocks = self.blocks[block.members[-1] + 1 :]
@@ -138,8 +153,8 @@ class Partition(Sequence[Block]):
         return self.blocks[index]
 
     def __contains__(self, block: object) -> bool:
-        """Whether `block` is one of the blocks or a union of them."""
-        return block in self.blocks or block in self._unions.values()
+        """Whether `block` is one of the blocks, a union of them or a share of one."""
+        return block in self.blocks or block in self._unions.values() or block in self._shares
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     _configuration(train)
     resume = add("resume", _lazy("training", "resume"), "go on with an interrupted run from its newest checkpoint")
     resume.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
+    _overrides(resume, "go on with another device, precision, memory, distributed layout ...; may be repeated")
     compare = add(
         "compare",
         _lazy("training", "compare"),
@@ -92,12 +93,14 @@ def parser() -> argparse.ArgumentParser:
 
 def _configuration(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see examples/")
-    sub.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override a key; may be repeated"
-    )
+    _overrides(sub, "override a key; may be repeated")
     sub.add_argument(
         "--out", type=Path, metavar="DIR", help="a new folder (default: runs/NAME, or runs/NAME-compare; numbered)"
     )
+
+
+def _overrides(sub: argparse.ArgumentParser, text: str) -> None:
+    sub.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides", help=text)
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:

@@ -37,12 +37,12 @@ def train(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     """`blocktrain resume DIR`."""
     quiet_libraries()
-    config = RunFolder(options.run).config()
+    config = RunFolder(options.run).config().moved(options.overrides)
     with (
         Trackers(config, options.run) as trackers,
         LiveLine(_live_console(options), pick_device(config.device)) as live,
     ):
-        folder = resume_run(options.run, listeners=[live, trackers])
+        folder = resume_run(options.run, options.overrides, listeners=[live, trackers])
     _show([folder.path], folder.report, options)
     return 0
 

@@ -78,7 +78,9 @@ class RowPlan:
         self.order = order
         self.sampling = sampling
         self.rows_per_step = rows_per_step
-        self._lanes = share(np.arange(rows_per_step), rank=rank, world_size=ranks)  # this rank's places in a step
+        # Of each rank its places in a step, and of this one.
+        self._all_lanes = [share(np.arange(rows_per_step), rank=at, world_size=ranks) for at in range(ranks)]
+        self._lanes = self._all_lanes[rank]
         self._shared = sampling.scope != "run" and ranks > 1
         whole_steps = int(sampling.rate * order.num_rows + 1e-9) // rows_per_step  # 0.29 x 100 is 28.999999999999996
         if sampling.scope != "run" and whole_steps < 1:
@@ -102,11 +104,20 @@ class RowPlan:
 
     def mine(self, rows: StepRows) -> StepRows:
         """This rank's part of a step's rows, with their slots in its own cache."""
-        slots = rows.slots[self._lanes]
+        return self._of(self._lanes, rows)
+
+    def in_turn(self, rows: StepRows, count: int) -> list[StepRows]:
+        """The step's rows in parts of `count`: the first part of each rank, then the second of each, and so on; each
+        with its slots in that rank's cache."""
+        by_rank = [self._of(lanes, rows).split(count) for lanes in self._all_lanes]
+        return [part for parts in zip(*by_rank, strict=True) for part in parts]
+
+    def _of(self, lanes: np.ndarray, rows: StepRows) -> StepRows:
+        slots = rows.slots[lanes]
         if self._shared:
             turn, lane = divmod(slots, self.rows_per_step)
-            slots = turn * len(self._lanes) + lane - self._lanes[0]
-        return StepRows(rows=rows.rows[self._lanes], slots=slots, variant=rows.variant)
+            slots = turn * len(lanes) + lane - lanes[0]
+        return StepRows(rows=rows.rows[lanes], slots=slots, variant=rows.variant)
 
     def subset(self, *, visit: int, sweep: int) -> int:
         """Number of the subset a visit draws from; what is cached of one subset says nothing of another."""

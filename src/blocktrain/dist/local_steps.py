@@ -23,9 +23,10 @@ from blocktrain.dist.drift import require_equal
 from blocktrain.dist.parallel import (
     DTYPES,
     Active,
+    ByRows,
     DistributedConfig,
     EveryStep,
-    Parallel,
+    Together,
     average,
     batch_statistics,
 )
@@ -35,7 +36,7 @@ from blocktrain.errors import ConfigError
 MOMENTUM = "outer_momentum"  # an entry of the optimizer's state, so that it is kept and saved as the moments are
 
 
-class LocalSteps:
+class LocalSteps(Together):
     """Averages the active block after every `config.sync_every`-th step of the run and at the end of a visit.
 
     Device memory in a visit: a copy of what is trained, and as much again for the moment of an averaging.
@@ -43,11 +44,9 @@ class LocalSteps:
 
     def __init__(self, ranks: Ranks, config: DistributedConfig):
         assert config.sync_every is not None, "steps are taken apart only where sync_every says how many"
-        self.ranks = ranks
-        self.config = config
+        super().__init__(ranks, config)
         self.settled = True
         self._every = config.sync_every
-        self._active: Active | None = None
         self._anchor: dict[str, Tensor] = {}  # what the ranks last agreed on
 
     @contextmanager
@@ -77,10 +76,6 @@ class LocalSteps:
         self.settled = False
         if (step + 1) % self._every == 0:
             self._average()
-
-    def _in_visit(self) -> Active:
-        assert self._active is not None, "steps are taken inside a visit"
-        return self._active
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -121,6 +116,6 @@ class LocalSteps:
         return found
 
 
-def parallel(ranks: Ranks, config: DistributedConfig) -> Parallel:
-    """The way of working together that `config` asks for."""
+def parallel(ranks: Ranks, config: DistributedConfig) -> ByRows:
+    """The way of sharing a step's rows that `config` asks for."""
     return EveryStep(ranks, config) if config.sync_every is None else LocalSteps(ranks, config)

@@ -26,6 +26,7 @@ from blocktrain.blocks.block import Block
 from blocktrain.dist.drift import require_equal
 from blocktrain.dist.flight import Flight, buckets
 from blocktrain.dist.ranks import Ranks
+from blocktrain.dist.stages import Schedule
 from blocktrain.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,6 +36,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class DistributedConfig:
     """How several processes work together (started with torchrun; one alone needs none of this).
 
+    layout: what the processes share out: the "rows" of a step, each with the whole model (data parallel); the "layers"
+        (a pipeline); or rows and, in equal parts, every weight: "shards" (FSDP2). One process alone has all of it.
+    pipeline: the schedule of layout "layers"; "interleaved" has M stages a process.
     reduce_dtype: in which gradients travel and are summed.
     bucket_bytes: of gradients that travel together.
     timeout_seconds: how long a process waits for another before it gives up.
@@ -42,6 +46,8 @@ class DistributedConfig:
     outer_lr, outer_momentum: of the Nesterov step along that average (DiLoCo, arXiv 2311.08105, section 2).
     """
 
+    layout: Literal["rows", "layers", "shards"] = "rows"
+    pipeline: Schedule = "1f1b"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     bucket_bytes: int = 25 * 2**20
     timeout_seconds: float = 600.0
@@ -56,6 +62,8 @@ class DistributedConfig:
             raise ConfigError(f"timeout_seconds must be positive, not {self.timeout_seconds:g}")
         if self.sync_every is not None and self.sync_every < 1:
             raise ConfigError(f"sync_every must be at least 1, not {self.sync_every}")
+        if self.sync_every is not None and self.layout != "rows":
+            raise ConfigError(f"sync_every takes steps apart, each process its own: set layout = 'rows', not '{self.layout}'")
         if not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
             raise ConfigError(
                 f"outer_lr must be positive and outer_momentum in [0, 1), not {self.outer_lr:g} and "
@@ -85,40 +93,83 @@ class Active(Protocol):
         """Give the model what `trained` holds."""
         ...
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale what was collected here to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
+        ...
+
 
 class Parallel(Protocol):
     """How the ranks come to the same weights. Used alike by one process and by many."""
 
-    settled: bool  # whether all ranks have the same weights at this moment
+    settled: bool  # whether a checkpoint can be taken at this moment
+
+    def share(self, block: Block) -> Block:
+        """What this rank trains of `block`: all of it, unless the layers are shared out."""
+        ...
 
     def visit(self, active: Active) -> AbstractContextManager[None]:
         """Around the steps of a visit. At its end all ranks have the same weights; raises `PeerError` if not."""
         ...
 
-    def last_backward(self) -> AbstractContextManager[None]:
-        """Around the last backward pass of a step. Afterwards the gradients are those to step with."""
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the step's gradients to a total 2-norm of at most `max_norm`; returns the norm before."""
         ...
 
     def stepped(self, step: int) -> None:
         """0-based `step` has been taken."""
         ...
 
+    def settle(self) -> None:
+        """Give all ranks the weights as they are now, in the middle of a visit."""
+        ...
 
-class EveryStep:
+
+class ByRows(Parallel, Protocol):
+    """Each rank runs the whole model on its own rows."""
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Around the last backward pass of a step. Afterwards the gradients are those to step with."""
+        ...
+
+
+class Together:
+    """What all ways have in common whose ranks train the same block, each all of it."""
+
+    def __init__(self, ranks: Ranks, config: DistributedConfig):
+        self.ranks = ranks
+        self.config = config
+        self._active: Active | None = None
+
+    def share(self, block: Block) -> Block:
+        """The block itself."""
+        return block
+
+    def settle(self) -> None:
+        """Nothing to do: weights are asked for only where all ranks have the same."""
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """The active block's own."""
+        return float(self._in_visit().clip_grad_norm(max_norm))
+
+    def _in_visit(self) -> Active:
+        assert self._active is not None, "steps are taken inside a visit"
+        return self._active
+
+
+class EveryStep(Together):
     """Sums the active block's gradients over the ranks in each step."""
 
     settled = True
 
     def __init__(self, ranks: Ranks, config: DistributedConfig):
-        self.ranks = ranks
-        self.config = config
+        super().__init__(ranks, config)
         self._sum: GradientSum | None = None
         self._statistics: list[Tensor] = []
 
     @contextmanager
     def visit(self, active: Active) -> Iterator[None]:
         """Hooks on the active block's weights inside; afterwards its weights are compared."""
-        self._statistics = batch_statistics(active.block)
+        self._active, self._statistics = active, batch_statistics(active.block)
         with GradientSum(self.ranks, active, self.config) as self._sum:
             yield
             require_equal(self.ranks, active.block, active.trained)

@@ -30,7 +30,7 @@ from blocktrain.blocks.block import Block, Partition
 from blocktrain.dist.drift import require_equal
 from blocktrain.dist.parallel import Active
 from blocktrain.dist.ranks import Ranks
-from blocktrain.dist.stages import PipelineConfig, stages
+from blocktrain.dist.stages import PipelineConfig, require_micro_batches, stages
 from blocktrain.errors import ConfigError
 from blocktrain.model.cut import Cut
 
@@ -42,17 +42,18 @@ class Pipeline:
     """The processes of a run as a pipeline over `partition`'s model, which each of them has in full.
 
         pipeline = Pipeline(ranks, partition, PipelineConfig(), costs=costs)
-        optimizer = BlockOptimizer(pipeline.shares, torch.optim.AdamW, lr=1e-4)
-        for visit in schedule.visits(pipeline.shares):
-            with optimizer.visit(visit.block), pipeline.visit(optimizer.in_visit) as steps:
-                loss = steps.backward(micro_batches, weights=[1 / len(micro_batches)] * len(micro_batches))
-                steps.clip_grad_norm(1.0)
+        optimizer = BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4)
+        for visit in schedule.visits(partition):
+            with optimizer.visit(pipeline.share(visit.block)), pipeline.visit(optimizer.in_visit):
+                loss = pipeline.backward(micro_batches, weights=[1 / len(micro_batches)] * len(micro_batches))
+                pipeline.clip_grad_norm(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
 
     costs: of each layer's forward pass, in any unit (`layer_costs` counts FLOPs).
-    shares: of each block, what this process trains; partition your `BlockOptimizer` by them.
     """
+
+    settled = True  # `settle` makes it so
 
     def __init__(
         self,
@@ -73,19 +74,60 @@ class Pipeline:
         self.loss_of = loss_of
         self.cut = Cut(partition.chain)
         self.stages = [stages(partition, block, ranks.size, config, costs) for block in partition]
-        self.shares = Partition(partition.chain, tuple(self._share(block) for block in partition))
+        self._shares = [self._share(block) for block in partition]
+        self._steps: _Steps | None = None
+
+    def share(self, block: Block) -> Block:
+        """What this process trains of `block`: the part to visit with a `BlockOptimizer` of the whole partition."""
+        return self._shares[block.index]
 
     @contextmanager
-    def visit(self, active: Active) -> Iterator[PipelinedVisit]:
-        """Around the steps of a visit to one of `shares`. At its end all processes have the block's weights; raises
+    def visit(self, active: Active) -> Iterator[None]:
+        """Around the steps of a visit to a `share`. At its end all processes have the block's weights; raises
         `PeerError` if they are not the same."""
-        whole = self.partition[active.block.index]
-        yield PipelinedVisit(self, active)
-        owners = {name: self.users(whole, name)[0] for name in whole.parameters}
+        self._steps = steps = _Steps(self, active)
+        try:
+            yield
+            self.settle()
+        finally:
+            self._steps = None
+        require_equal(self.ranks, steps.block, steps.block.parameters)
+
+    def backward(
+        self, batches: Sequence[Batch], *, weights: Sequence[float], hidden: Sequence[Tensor | None] | None = None
+    ) -> float:
+        """Forward and backward over a step's micro-batches, the same on every process and all of one shape.
+
+        weights: of each micro-batch's loss in the step's.
+        hidden: the stored states at the boundary; of micro-batch j given on process j mod P, which has stored them.
+
+        Returns the step's loss. Afterwards this process's share of the active block has the step's gradients.
+        """
+        return self._in_visit().backward(batches, weights, hidden)
+
+    def clip_grad_norm(self, max_norm: float = math.inf) -> float:
+        """Scale the active block's gradients on all processes to a total 2-norm of at most `max_norm`; returns the norm
+        before."""
+        return self._in_visit().clip_grad_norm(max_norm)
+
+    def stepped(self, step: int) -> None:
+        """Each process has moved its share."""
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give all processes the active block as it is now; between visits they have it."""
+        if self._steps is None:
+            return
+        block = self._steps.block
         with self.ranks.peers():
-            for name, parameter in whole.parameters.items():
-                dist.broadcast(parameter.data, src=owners[name])
-        require_equal(self.ranks, whole, whole.parameters)
+            for name, parameter in block.parameters.items():
+                dist.broadcast(parameter.data, src=self.users(block, name)[0])
+            for layer in block.layers:
+                at = self.partition.chain.layers.index(layer)
+                runner = next(stage for stage, run in enumerate(self.stages[block.index]) if at in run)
+                for module in layer.modules.values():
+                    for buffer in module.buffers():
+                        dist.broadcast(buffer, src=runner % self.ranks.size)
 
     def users(self, block: Block, name: str) -> list[int]:
         """The processes that run a layer with `block`'s parameter `name`, in a visit to it."""
@@ -99,6 +141,10 @@ class Pipeline:
             }
         )
 
+    def holds(self, index: int, name: str) -> bool:
+        """Whether this process is the one to ask for what the optimizer has of block `index`'s parameter `name`."""
+        return self.users(self.partition[index], name)[0] == self.ranks.rank
+
     def mine(self, block: Block) -> dict[int, range]:
         """This process's stages in a visit to `block`: number -> layers."""
         return {
@@ -108,44 +154,36 @@ class Pipeline:
         }
 
     def _share(self, block: Block) -> Block:
-        runs = self.mine(block).values()
-        layers = [layer for run in runs for layer in self.partition.chain.layers[run.start : run.stop]]
+        layers = [layer for run in self.mine(block).values() for layer in self.partition.chain.layers[run.start : run.stop]]
         names = [name for name in block.parameters if self.ranks.rank in self.users(block, name)]
-        return Block(
-            block.index,
-            tuple(layer for layer in layers if layer in block.layers),
-            {name: block.parameters[name] for name in names},
-            {name: rows for name, rows in block.rows.items() if name in names},
-            pieces=(f"process {self.ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}",),
-        )
+        label = f"process {self.ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
+        return self.partition.share(block.index, label, layers=layers, parameters=names)
+
+    def _in_visit(self) -> _Steps:
+        assert self._steps is not None, "steps are taken inside a visit"
+        return self._steps
 
 
-class PipelinedVisit:
+class _Steps:
     """The steps of one visit. All processes make the same calls."""
 
     def __init__(self, pipeline: Pipeline, active: Active):
         self._pipeline = pipeline
         self._ranks = pipeline.ranks
         self._active = active
-        self._block = pipeline.partition[active.block.index]
+        self.block = pipeline.partition[active.block.index]
         self._stages = pipeline.stages[active.block.index]
         self._ties = {
-            name: users for name in self._block.parameters if len(users := pipeline.users(self._block, name)) > 1
+            name: users for name in self.block.parameters if len(users := pipeline.users(self.block, name)) > 1
         }
         self._running: list[_Stage] = []
         self._schedule: Any = None
         self._built_for: tuple[int, list[torch.Size]] | None = None
 
     def backward(
-        self, batches: Sequence[Batch], *, weights: Sequence[float], hidden: Sequence[Tensor | None] | None = None
+        self, batches: Sequence[Batch], weights: Sequence[float], hidden: Sequence[Tensor | None] | None
     ) -> float:
-        """Forward and backward over a step's micro-batches, the same on every process and all of one shape.
-
-        weights: of each micro-batch's loss in the step's.
-        hidden: the stored states at the boundary; of micro-batch j given on process j mod P, which has stored them.
-
-        Returns the step's loss. Afterwards this process's share of the active block has the step's gradients.
-        """
+        """See `Pipeline.backward`."""
         shapes = [tensor.shape for tensor in batches[0].values()]
         if any([tensor.shape for tensor in batch.values()] != shapes for batch in batches):
             raise ConfigError("the micro-batches of a pipeline's step must have one shape: pad them to the same length")
@@ -162,9 +200,8 @@ class PipelinedVisit:
         self._sum_ties()
         return math.fsum(loss for (loss,) in self._ranks.gather([math.fsum(loss.item() for loss in losses)]))
 
-    def clip_grad_norm(self, max_norm: float = float("inf")) -> float:
-        """Scale the active block's gradients on all processes to a total 2-norm of at most `max_norm`; returns the norm
-        before."""
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """See `Pipeline.clip_grad_norm`; of a tied weight the first of its users counts the gradient."""
         found = {name: self._active.gradient(name) for name in self._active.trained}
         held = {name: gradient for name, gradient in found.items() if gradient is not None}
         counted = [
@@ -199,13 +236,15 @@ class PipelinedVisit:
         """Stages and schedule. What they exchange is told, not found out by running them: a gradient is sent to a stage
         that has the first active layer, or comes after it."""
         pipeline, size = self._pipeline, self._ranks.size
-        _require_micro_batches(pipeline.config, count, len(self._stages), size)
+        require_micro_batches(pipeline.config, count, len(self._stages), size)
         rows = len(next(iter(batch.values())))
         row = {name: tensor[:1] for name, tensor in batch.items()}
         starts = [run.start for run in self._stages if run.start]
+        for start in starts:
+            pipeline.cut.check(row, start)  # every process every start, so that all of them say what is wrong
         with evaluating(pipeline.partition.model):
             states = pipeline.cut.states(row, starts)
-        first = pipeline.partition.chain.layers.index(self._block.layers[0])
+        first = pipeline.partition.chain.layers.index(self.block.layers[0])
 
         def crossing(number: int) -> Tensor:
             """What stage `number` is given: nothing but a shape and whether its gradient is wanted."""
@@ -218,9 +257,7 @@ class PipelinedVisit:
             return torch.empty(shape, dtype=states[start].dtype, device="meta", requires_grad=first < start)
 
         self._running, built = [], []
-        for number, run in pipeline.mine(self._block).items():
-            if run.start:
-                pipeline.cut.check(row, run.start)
+        for number, run in pipeline.mine(self.block).items():
             end = None if number == len(self._stages) - 1 else run.stop
             stage = _Stage(pipeline.cut, run.start, end, pipeline.loss_of)
             self._running.append(stage)
@@ -300,13 +337,6 @@ class _Stage(nn.Module):
         except Exception as error:
             self.failed = error
             raise
-
-
-def _require_micro_batches(config: PipelineConfig, count: int, stage_count: int, processes: int) -> None:
-    if config.schedule == "1f1b" and count < stage_count:
-        raise ConfigError(f"schedule '1f1b' needs at least {stage_count} micro-batches a step, one a stage, not {count}")
-    if config.schedule == "interleaved" and count % max(1, count // processes):
-        raise ConfigError(f"schedule 'interleaved' needs a multiple of {processes} micro-batches a step, not {count}")
 
 
 def _exchange(ranks: Ranks, operations: list[dist.P2POp]) -> None:

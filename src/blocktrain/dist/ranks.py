@@ -87,6 +87,21 @@ class Ranks:
             raise PeerError(f"rank {self.rank} stops because rank 0 did: {told['error']}")
         return told["result"]
 
+    def to_first(self, data: bytes) -> list[bytes]:
+        """Every rank's `data` on rank 0, in rank order; nothing on the others."""
+        lengths = [int(length) for (length,) in self.gather([len(data)])]
+        if not self.is_first:
+            with self.peers():
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0)
+            return []
+        found = [data]
+        for rank, length in enumerate(lengths[1:], start=1):
+            told = torch.empty(length, dtype=torch.uint8)
+            with self.peers():
+                dist.recv(told, src=rank)
+            found.append(told.numpy().tobytes())
+        return found
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.gather([0.0])

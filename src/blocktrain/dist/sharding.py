@@ -13,18 +13,20 @@ The rows of a step are shared as in data parallel training (`parallel.py`), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from blocktrain.blocks.block import Block, Partition
-from blocktrain.dist.parallel import DTYPES
+from blocktrain.dist.parallel import DTYPES, Active, DistributedConfig, Together, average, batch_statistics
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError
 from blocktrain.model.chain import Chain, Layer
@@ -48,17 +50,21 @@ class Sharded:
         parts are fp32, and `ShardingConfig` says what is computed in). Every forward pass is one of all processes.
     """
 
-    def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig):
+    def __init__(self, ranks: Ranks, partition: Partition, config: ShardingConfig, *, device: torch.device | None = None):
+        """device: where the parts are to be; by default where the model is. A model on the host goes there layer by
+        layer."""
         if ranks.size == 1:
             raise ConfigError("sharding needs more than one process: start it with torchrun --nproc-per-node 2")
-        for block in partition:
-            if block.rows:
-                raise ConfigError(
-                    f"{block} owns rows of '{next(iter(block.rows))}', which cannot be sharded; take larger blocks"
-                )
+        require_whole(partition)
         model = partition.model
-        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))
+        device = device or next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (ranks.size,))
+        whole = list(model.parameters())
         _shard(partition.chain, mesh, config)
+        for parameter in whole:  # which others may still refer to
+            parameter.data = parameter.data.new_empty(0)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.partition = Partition(
             Chain(model, partition.chain.layers),
@@ -90,6 +96,49 @@ class Sharded:
         return _states(saved, part)
 
 
+def require_whole(partition: Partition) -> None:
+    """Raise `ConfigError` where a block has some rows of a parameter only."""
+    for block in partition:
+        if block.rows:
+            name = next(iter(block.rows))
+            raise ConfigError(f"{block} owns rows of '{name}', which cannot be sharded; take larger blocks")
+
+
+class ShardedSteps(Together):
+    """Gradients are summed by FSDP2 as each layer's backward pass ends; every rank moves its parts of the block."""
+
+    settled = True
+
+    def __init__(self, ranks: Ranks, config: DistributedConfig):
+        super().__init__(ranks, config)
+        self._statistics: list[Tensor] = []
+
+    @contextmanager
+    def visit(self, active: Active) -> Iterator[None]:
+        """Nothing to exchange: no part is on two ranks."""
+        self._active, self._statistics = active, batch_statistics(active.block)
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            with self.ranks.peers():  # FSDP's own collectives, which know nothing of `Ranks`
+                raise
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Only what no gradient moves is left to do."""
+        yield
+        average(self.ranks, self._statistics)
+
+    def stepped(self, step: int) -> None:
+        """All ranks have taken the same step."""
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Over the parts of all ranks."""
+        return float(_whole(self._in_visit().clip_grad_norm(max_norm)))
+
+
 def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
     """Each layer by itself; those that share weights with another are left to the model as a whole."""
     policy = MixedPrecisionPolicy(
@@ -111,6 +160,8 @@ def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
     for parameter in chain.model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     root._get_fsdp_state()._lazy_init()
+    # After a forward pass its own weights stay gathered, for the backward pass. Where none comes, they are given back.
+    chain.model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else root.reshard())
 
 
 def _is_tied(chain: Chain, layer: Layer) -> bool:
@@ -121,7 +172,11 @@ def _is_tied(chain: Chain, layer: Layer) -> bool:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    """On the host. Parts that wait there are gathered through their device."""
+    if isinstance(value, DTensor):
+        on_device = cast(DTensor, value.to(value.device_mesh.device_type))
+        return on_device.full_tensor().cpu()
+    return value.cpu()
 
 
 def _states(saved: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -76,13 +76,31 @@ def stages(
         else:
             runs = _spread(partition, block, costs, processes, level)
     except PartitionError as error:
-        raise ConfigError(f"{processes} processes cannot share the layers of {block} and its tail: {error}") from error
-    if len(runs) % processes:
+        what = f"{block} and its tail" if config.start == "boundary" else "the model"
+        ways = "fewer processes or blocks" + (", or prefix.store = 'off'" if config.start == "boundary" else "")
+        raise ConfigError(f"{processes} processes cannot share the layers of {what} ({error}); take {ways}") from error
+    if config.schedule != "interleaved" and len(runs) != processes:
         raise ConfigError(
-            f"the blocks have pieces of {len(runs)} stages, and there are {processes} processes; "
-            f"partition the model with stages = {processes}"
+            f"the blocks have pieces of {len(runs)} stages, and there are {processes} processes, which run one each; "
+            f"set blocks.stages = {processes}, or 1 for contiguous blocks"
         )
     return tuple(range(max(run.start, level), run.stop) for run in runs if run.stop > level)
+
+
+def require_stages(partition: Partition, processes: int, config: PipelineConfig, *, micro_batches: int) -> None:
+    """Raise `ConfigError` where a visit to some block, or a step of so many micro-batches, could not be shared."""
+    alike = [1.0] * len(partition.chain.layers)  # where stages begin depends on costs, whether there are enough does not
+    for block in partition:
+        count = len(stages(partition, block, processes, config, alike))
+        require_micro_batches(config, micro_batches, count, processes)
+
+
+def require_micro_batches(config: PipelineConfig, count: int, stage_count: int, processes: int) -> None:
+    """Raise `ConfigError` where a schedule has no use for `count` micro-batches a step."""
+    if config.schedule == "1f1b" and count < stage_count:
+        raise ConfigError(f"schedule '1f1b' needs at least {stage_count} micro-batches a step, one a stage, not {count}")
+    if config.schedule == "interleaved" and count % max(1, count // processes):
+        raise ConfigError(f"schedule 'interleaved' needs a multiple of {processes} micro-batches a step, not {count}")
 
 
 def visit_costs(partition: Partition, block: Block, costs: Sequence[float]) -> list[float]:

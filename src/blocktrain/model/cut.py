@@ -126,7 +126,8 @@ class Cut:
             if getattr(output, "aux_loss", None) is not None:
                 raise CutError(
                     f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; "
-                    "set output_router_logits = false in its configuration, or prefix.store = 'off'"
+                    "set output_router_logits = false in its configuration, or prefix.store = 'off' and "
+                    "distributed.layout = 'rows'"
                 )
             whole = _results(output)
             hidden = self.states(batch, [level])[level]

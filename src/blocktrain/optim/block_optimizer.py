@@ -280,7 +280,7 @@ class BlockOptimizer:
         """
         self._require_between_visits("loading")
         _check(saved, self.partition, self.precision)
-        self._kept.load(saved["blocks"], active=_active_in(saved))
+        self._kept.load(saved["blocks"], active=saved["active"])
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
         self._frozen.load_remainders([dict(saved["remainders"].get(block.index, {})) for block in self.partition])
@@ -290,19 +290,13 @@ class BlockOptimizer:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
 
 
-def _active_in(saved: Mapping[str, Any]) -> list[int]:
-    """Blocks that were active; before visits to several blocks, one number or None was saved."""
-    active = saved["active"]
-    return active if isinstance(active, list) else [index for index in (active,) if index is not None]
-
-
 def _check(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:
     if len(saved["changed_at"]) != len(partition):
         raise CheckpointError(
             f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(partition)}"
         )
     for block in partition:
-        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index in _active_in(saved)
+        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index in saved["active"]
         _check_state(block, saved["blocks"].get(block.index, {}))
         _check_remainders(block, remainders, precision, mid_visit=mid_visit)
 

@@ -111,11 +111,12 @@ class Masters:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
 
     def remainders(self, names: Iterable[str]) -> Remainders:
-        """What the weights called `names` leave out of their masters now; nothing where they are fp32."""
+        """What those of the weights called `names` that have masters leave out of them now; nothing where they are
+        fp32."""
         return {
             name: split(self.parameters[name].data)[1].cpu()
             for name in names
-            if self.block.parameters[name].dtype == torch.bfloat16
+            if name in self.parameters and self.block.parameters[name].dtype == torch.bfloat16
         }
 
     def close(self) -> None:

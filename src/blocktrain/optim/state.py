@@ -245,11 +245,12 @@ def encode_state(state: BlockState) -> bytes:
 
 
 def decode_state(data: bytes) -> BlockState:
-    """What `encode_state` wrote. Nothing is unpickled."""
+    """What `encode_state` wrote, in alphabetical order: safetensors has none, and ranks that go through their states
+    together must meet the same tensors. Nothing is unpickled."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     numbers: Mapping[str, Any] = json.loads(header["__metadata__"]["numbers"])
     state: BlockState = {}
-    for joined, value in [*load(data).items(), *numbers.items()]:
+    for joined, value in sorted([*load(data).items(), *numbers.items()], key=lambda item: item[0]):
         name, _, key = joined.rpartition(_SEPARATOR)
         state.setdefault(name, {})[key] = value
     return state

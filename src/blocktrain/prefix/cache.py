@@ -25,7 +25,7 @@ from torch import Tensor
 from blocktrain.errors import StorageError
 from blocktrain.model.cut import Cut
 from blocktrain.prefix.encoding import Encoding, Fields
-from blocktrain.prefix.ledger import Key, Ledger, fingerprints
+from blocktrain.prefix.ledger import Fingerprints, Key, Ledger
 from blocktrain.prefix.store import Layout, Store, layout_of
 from blocktrain.runtime import SideStream
 
@@ -95,11 +95,12 @@ class PrefixCache:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    def open(self, level: int, *, key: Key, sample: Batch) -> None:
+    def open(self, level: int, *, key: Key, sample: Batch, now: Fingerprints | None = None) -> None:
         """Start a visit whose active block begins at `level` >= 1.
 
         key: what the rows in the slots are (another key empties the cache). sample: a batch of one row or more, run
-        to check the cut (`CutError`) and to learn the rows' shape.
+        to check the cut (`CutError`) and to learn the rows' shape. now: of the weights as they are, if `held` has read
+        them already.
         """
         self._settle()
         if key != self._key:
@@ -113,21 +114,22 @@ class PrefixCache:
         self._dtype = states[level].dtype
         for at in targets:
             self._claim(at, layout_of(self.encoding.encode(states[at])))
-        self._drop_what_is_of_no_use(level)
+        self._drop_what_is_of_no_use(level, now or Fingerprints(self.cut.chain))
         self.statistics.bytes_stored = self.nbytes
 
     def holds(self, key: Key) -> bool:
         """Whether the slots are those of `key`."""
         return key == self._key
 
-    def held(self, level: int, *, key: Key) -> dict[int, int]:
-        """How many slots could be filled from which level (0: from the inputs) in a visit at `level`."""
+    def held(self, level: int, *, key: Key, now: Fingerprints | None = None) -> dict[int, int]:
+        """How many slots could be filled from which level (0: from the inputs) in a visit at `level`; now: see
+        `open`."""
         ledgers = [shelf.ledger for shelf in self._shelves.values()] if key == self._key else []
         below = {int(at) for ledger in ledgers for at in np.unique(ledger.levels) if 0 < at <= level}
-        now = fingerprints(self.cut.chain, below)
+        made_now = (now or Fingerprints(self.cut.chain)).at(below)
         best = np.zeros(self._num_slots, np.int32)
         for ledger in ledgers:
-            fresh = [at for at in below if ledger.made_from.get(at) == now.get(at)]
+            fresh = [at for at in below if ledger.made_from.get(at) == made_now.get(at)]
             np.maximum(best, np.where(np.isin(ledger.levels, fresh), ledger.levels, 0), out=best)
         return {int(at): int((best == at).sum()) for at in np.unique(best)}
 
@@ -283,12 +285,12 @@ class PrefixCache:
         if store.folder is not None:
             self.statistics.damaged += ledger.refuse_damaged(store)
 
-    def _drop_what_is_of_no_use(self, level: int) -> None:
+    def _drop_what_is_of_no_use(self, level: int, now: Fingerprints) -> None:
         """Refuse stale rows; close shelves that hold nothing from which this visit could go on."""
         held = {int(at) for shelf in self._shelves.values() for at in np.unique(shelf.ledger.levels)}
-        now = fingerprints(self.cut.chain, {at for at in held if at} | {level} | set(self._levels or ()))
+        made_now = now.at({at for at in held if at} | {level} | set(self._levels or ()))
         for shelf in self._shelves.values():
-            self.statistics.stale += shelf.ledger.refuse_stale(now)
+            self.statistics.stale += shelf.ledger.refuse_stale(made_now)
         if self._levels is not None:
             return
         best = np.zeros(self._num_slots, np.int32)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from blocktrain.errors import storage_errors
-from blocktrain.model.chain import Chain
+from blocktrain.model.chain import Chain, Layer
 from blocktrain.model.stored import stored_as
 from blocktrain.prefix.encoding import Fields
 from blocktrain.prefix.store import Store, as_bytes, claim
@@ -34,21 +34,32 @@ _SLOT = np.dtype([("level", np.int32), ("crc", np.uint32)])
 Key = Mapping[str, Any]
 
 
-def fingerprints(chain: Chain, levels: Iterable[int]) -> dict[int, str]:
-    """For each level, SHA-256 of every parameter and buffer of the layers below it, in forward order."""
-    wanted = set(levels)
-    digest, found = hashlib.sha256(), {}
-    for level, layer in enumerate(chain.layers):
-        if level in wanted:
-            found[level] = digest.hexdigest()
-        if len(found) == len(wanted):
-            break
+class Fingerprints:
+    """For each level, SHA-256 of every parameter and buffer of the layers below it, in forward order.
+
+    A layer is read once, when a level above it is first asked for. So one of these is good until a weight changes, and
+    whoever starts a visit has one.
+    """
+
+    def __init__(self, chain: Chain):
+        self._chain = chain
+        self._digest = hashlib.sha256()
+        self._found = [self._digest.hexdigest()]  # by level, as far as has been read
+
+    def at(self, levels: Iterable[int]) -> dict[int, str]:
+        """Of those of `levels` that the chain has."""
+        wanted = sorted(level for level in set(levels) if level < len(self._chain.layers))
+        for layer in self._chain.layers[len(self._found) - 1 : wanted[-1] if wanted else 0]:
+            self._read(layer)
+            self._found.append(self._digest.hexdigest())
+        return {level: self._found[level] for level in wanted}
+
+    def _read(self, layer: Layer) -> None:
         for path, module in layer.modules.items():
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
-                digest.update(name.encode())
+                self._digest.update(name.encode())
                 for part in stored_as(tensor):  # of resting weights, their packed form
-                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found
+                    self._digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class Ledger:

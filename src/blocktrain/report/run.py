@@ -48,6 +48,7 @@ class Header:
     state: str = ""
     span: str = "block"
     tail: str = "none"
+    layout: str = "rows"
     blocks: tuple[BlockInfo, ...] = ()
 
 

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import CheckpointError, storage_errors
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.state import decode_state, encode_state
+from blocktrain.optim.master import Remainders
+from blocktrain.optim.precision import Precision, join, split
+from blocktrain.optim.state import BlockState, decode_state, encode_state
 from blocktrain.train.progress import Progress
 
 FORMAT = 1
@@ -62,14 +64,70 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
+def _place(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, optimizer: BlockOptimizer, keep: int) -> Path:
+class Trained(Protocol):
+    """What is saved of the blocks: a `BlockOptimizer`, or those of several processes put together (`layout.py`)."""
+
+    @property
+    def precision(self) -> Precision:
+        """That the weights are in."""
+        ...
+
+    @property
+    def changed_at(self) -> list[int]:
+        """The step that last moved each block."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Plain values."""
+        ...
+
+    def block_weights(self, index: int) -> Mapping[str, Tensor]:
+        """By name."""
+        ...
+
+    def has_state(self, index: int) -> bool:
+        """Whether there is a `block_state`."""
+        ...
+
+    def block_state(self, index: int) -> BlockState | None:
+        """The optimizer's."""
+        ...
+
+    def has_remainders(self, index: int) -> bool:
+        """Whether there are `block_remainders`."""
+        ...
+
+    def block_remainders(self, index: int) -> Remainders:
+        """What the weights leave out."""
+        ...
+
+
+def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: Trained) -> list[int]:
+    """Indices of those whose tensors `save_checkpoint` at `step` will ask for, in this order: not all of their files
+    can be linked to the newest checkpoint's in `folder`."""
+    existing = checkpoints(folder)
+    if _place(folder, step) in existing:
+        return []
+    previous = _previous(existing, partition, trained)
+    return [
+        block.index
+        for block in partition
+        if not all(_is_linked(name, block, trained, previous) for name in _contents(block, trained))
+    ]
+
+
+def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, trained: Trained, keep: int) -> Path:
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
     ones as they were when there is no room. One that is there already is left: the same step is the same state."""
-    target = folder / f"step-{saved.progress.step:08d}"
+    target = _place(folder, saved.progress.step)
     existing = checkpoints(folder)
     if target in existing:
         return target
@@ -84,8 +142,9 @@ def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, optimiz
                 "progress": saved.progress.to_json(),
                 "log_bytes": saved.log_bytes,
                 "data": saved.data,
-                "optimizer": optimizer.position(),
-                "files": _write_files(temporary, partition, optimizer, _previous(existing, fingerprint(partition))),
+                "precision": trained.precision.name,
+                "optimizer": trained.position(),
+                "files": _write_files(temporary, partition, trained, _previous(existing, partition, trained)),
             }
             _write(temporary / MANIFEST, json.dumps({**contents, "sha256": _digest(contents)}, indent=1).encode())
             _flush_folder(temporary)
@@ -110,19 +169,19 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
             f"'{path}' is a checkpoint of another model or another division into blocks; "
             "resume with the configuration it was made with"
         )
-    files = manifest["files"]
+    files, active = manifest["files"], manifest["optimizer"]["active"]
     for name, entry in files.items():
         _verify(path / name, entry)
     states, remainders = {}, {}
-    for block in partition:
-        state, remainder = f"state-{block.index}.safetensors", f"remainder-{block.index}.safetensors"
-        if state in files:
-            states[block.index] = decode_state((path / state).read_bytes())
-        remainders[block.index] = load_file(path / remainder) if remainder in files else {}
-    optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "remainders": remainders})
     with torch.no_grad():
         for block in partition:
-            optimizer.load_block_weights(block.index, load_file(path / f"weights-{block.index}.safetensors"))
+            state = f"state-{block.index}.safetensors"
+            if state in files:
+                states[block.index] = decode_state((path / state).read_bytes())
+            needed = optimizer.precision.has_master if block.index in active else optimizer.precision.keeps_remainder
+            weights, remainders[block.index] = _read_block(path, block.index, files, remainders=needed)
+            optimizer.load_block_weights(block.index, weights)
+        optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "remainders": remainders})
         if "buffers.safetensors" in files:
             buffers = dict(partition.model.named_buffers())
             for name, value in load_file(path / "buffers.safetensors").items():
@@ -130,6 +189,23 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
     return Saved(
         progress=Progress.from_json(manifest["progress"]), log_bytes=manifest["log_bytes"], data=manifest["data"]
     )
+
+
+def _read_block(
+    path: Path, index: int, files: Mapping[str, Any], *, remainders: bool
+) -> tuple[dict[str, Tensor], Remainders]:
+    """A block's weights and what they leave out of its fp32 values. Where it was saved in another precision, these
+    values are put together and, if there are to be `remainders`, split anew: not a bit is lost."""
+    name = f"remainder-{index}.safetensors"
+    weights = load_file(path / f"weights-{index}.safetensors")
+    kept = load_file(path / name) if name in files else {}
+    if bool(kept) == remainders:
+        return weights, kept
+    exact = {name: join(value, kept[name]) if name in kept else value.float() for name, value in weights.items()}
+    if not remainders:
+        return exact, {}
+    parts = {name: split(value) for name, value in exact.items()}
+    return {name: part for name, (part, _) in parts.items()}, {name: left for name, (_, left) in parts.items()}
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -144,28 +220,26 @@ class _Previous:
     files: Mapping[str, Any]
 
 
-def _previous(existing: list[Path], model: str) -> _Previous | None:
+def _previous(existing: list[Path], partition: Partition, trained: Trained) -> _Previous | None:
     if not existing:
         return None
     try:
         manifest = _read_manifest(existing[-1])
     except CheckpointError:
         return None
-    if manifest["model"] != model:
+    if (manifest["model"], manifest.get("precision")) != (fingerprint(partition), trained.precision.name):
         return None
     return _Previous(path=existing[-1], changed_at=manifest["optimizer"]["changed_at"], files=manifest["files"])
 
 
 def _write_files(
-    folder: Path, partition: Partition, optimizer: BlockOptimizer, previous: _Previous | None
+    folder: Path, partition: Partition, trained: Trained, previous: _Previous | None
 ) -> dict[str, dict[str, Any]]:
     """Write or link every file; returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
     for block in partition:
-        changed_at = optimizer.changed_at[block.index]
-        unchanged = previous is not None and previous.changed_at[block.index] == changed_at
-        for name, encode in _contents(block, optimizer).items():
-            if unchanged and previous is not None and name in previous.files:
+        for name, encode in _contents(block, trained).items():
+            if previous is not None and _is_linked(name, block, trained, previous):
                 _link(previous.path / name, folder / name)
                 entries[name] = previous.files[name]
             else:
@@ -176,18 +250,25 @@ def _write_files(
     return entries
 
 
-def _contents(block: Block, optimizer: BlockOptimizer) -> dict[str, Callable[[], bytes]]:
+def _is_linked(name: str, block: Block, trained: Trained, previous: _Previous | None) -> bool:
+    """Whether the checkpoint before has this very file of a block."""
+    if previous is None or name not in previous.files:
+        return False
+    return previous.changed_at[block.index] == trained.changed_at[block.index]
+
+
+def _contents(block: Block, trained: Trained) -> dict[str, Callable[[], bytes]]:
     """File name -> its bytes, made only when they must be written."""
     index = block.index
     contents = {
         f"weights-{index}.safetensors": lambda: save(
-            {name: value.contiguous() for name, value in optimizer.block_weights(index).items()}
+            {name: value.contiguous() for name, value in trained.block_weights(index).items()}
         )
     }
-    if optimizer.has_state(index):
-        contents[f"state-{index}.safetensors"] = lambda: encode_state(optimizer.block_state(index) or {})
-    if optimizer.has_remainders(index):
-        contents[f"remainder-{index}.safetensors"] = lambda: save(optimizer.block_remainders(index))
+    if trained.has_state(index):
+        contents[f"state-{index}.safetensors"] = lambda: encode_state(trained.block_state(index) or {})
+    if trained.has_remainders(index):
+        contents[f"remainder-{index}.safetensors"] = lambda: save(trained.block_remainders(index))
     return contents
 
 

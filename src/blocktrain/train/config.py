@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,11 @@ from blocktrain.optim.tail import Rule, Tail
 from blocktrain.prefix.choice import PrefixConfig
 from blocktrain.schedule import Cyclic, Span
 from blocktrain.stopping import Plateau, RunLimit
-from blocktrain.train.schema import from_mapping, read_toml, to_mapping
+from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
 from blocktrain.units import Duration
+
+# What may change while a run goes on: keys and tables.
+MOVABLE = ("device", "precision", "memory", "prefix", "distributed", "batch.micro_rows", "checkpoint", "tracking")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class BlocksConfig:
     """How the model is cut into blocks: by their number, their size, or their names.
 
     count: how many blocks (M); 1 is full-parameter training.
+    stages: of a pipeline; each block then has a piece of every stage (the paper's Figure 2), 1: it is contiguous.
     largest: instead, the most parameters that a block may have; as few blocks as that allows. A larger layer comes
         apart into its modules, a larger matrix into ranges of rows.
     balance: what is divided evenly: parameters, which decide memory, or counted forward FLOPs.
@@ -46,6 +51,7 @@ class BlocksConfig:
     """
 
     count: int = 3
+    stages: int = 1
     largest: int | None = None
     balance: Balance = "parameters"
     patterns: tuple[tuple[str, ...], ...] | None = None
@@ -54,6 +60,8 @@ class BlocksConfig:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"count must be at least 1, not {self.count}; 1 is full-parameter training")
+        if self.stages < 1:
+            raise ConfigError(f"stages must be at least 1, not {self.stages}")
         if self.largest is not None and self.patterns is not None:
             raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
@@ -272,6 +280,8 @@ class RunConfig:
             raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.optimizer.tail != "none":
             self._check_tail()
+        if self.distributed.layout != "rows":
+            self._check_layout()
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:
@@ -288,10 +298,44 @@ class RunConfig:
         if self.schedule.span == "suffix":
             raise ConfigError("schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both")
 
+    def _check_layout(self) -> None:
+        """What layers or weights that are shared out do not go with."""
+        layout, in_parts = self.distributed.layout, self.distributed.layout == "shards"
+        found = {
+            "precision": self.precision not in (("fp32", "bf16-exact") if in_parts else ("fp32", "bf16", "bf16-exact")),
+            "memory.frozen": self.memory.frozen != "device",
+            "schedule.span": self.schedule.span != "block",
+            "optimizer.tail": self.optimizer.tail != "none",
+            "optimizer.name": in_parts and self.optimizer.name in ("Muon", "Adafactor"),
+            "optimizer.state": in_parts and self.optimizer.state == "disk",
+            "memory.loss_chunk": in_parts and self.memory.loss_chunk is not None,
+            "optimizer.moments": in_parts and self.optimizer.moments != "fp32",
+            "evaluation.generate": in_parts and self.evaluation.generate > 0,
+            "batch.micro_rows": in_parts and self.batch.micro_rows == "auto",
+            "distributed.reduce_dtype": not in_parts and self.distributed.reduce_dtype != "fp32",
+        }
+        for key in (key for key, wrong in found.items() if wrong):
+            value = reduce(getattr, key.split("."), self)
+            raise ConfigError(
+                f"distributed.layout = '{layout}' does not go with {key} = {value!r}; change it, or set layout = 'rows'"
+            )
+
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read a TOML file with `a.b=c` overrides; relative data and model folders are seen from the working folder."""
         return cls.from_mapping(read_toml(path, overrides))
+
+    def moved(self, overrides: Sequence[str]) -> RunConfig:
+        """This run on other hardware: with `a.b=c` overrides of where and in what precision it computes, not of what it
+        learns from what. Raises `ConfigError` for any other key."""
+        for text in overrides:
+            key = text.partition("=")[0].strip()
+            if key not in MOVABLE and key.partition(".")[0] not in MOVABLE:
+                raise ConfigError(
+                    f"'{key}' cannot be changed in a run that has begun; what can is {', '.join(MOVABLE)}. "
+                    "For anything else train anew, with another --out"
+                )
+        return self.from_mapping(override(self.to_mapping(), overrides)) if overrides else self
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> RunConfig:

@@ -79,8 +79,14 @@ class RunFolder:
             raise ConfigError(f"'{self.path / 'run.json'}' cannot be read: {error}") from None
 
     def config(self) -> RunConfig:
-        """The configuration the run was started with."""
+        """The configuration the run was started with, or moved to."""
         return RunConfig.from_mapping(self.read()["config"])
+
+    def replace_config(self, config: RunConfig) -> None:
+        """What the run goes on with."""
+        contents = self.read()
+        if contents["config"] != json.loads(json.dumps(config.to_mapping())):
+            self._write({**contents, "config": config.to_mapping()})
 
     def add_session(self, *, step: int, processes: int = 1) -> None:
         """Note in `run.json` (not in the log, which must come out the same) that training goes on at `step`."""

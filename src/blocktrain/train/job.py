@@ -16,13 +16,15 @@ from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.dist.ranks import Ranks
+from blocktrain.dist.sharding import require_whole
+from blocktrain.dist.stages import PipelineConfig, require_stages
 from blocktrain.errors import ConfigError, DataError, nearest
 from blocktrain.model.kernels import choose_kernels
 from blocktrain.model.load import load_model
 from blocktrain.model.loss import check_chunked
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
-from blocktrain.optim.precision import preset
+from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.resting import OnDevice, OnHost
 from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.optim.tail import Tail
@@ -83,7 +85,8 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk; `ranks` are
     the processes of the run, None for this one alone."""
     ranks = ranks or Ranks()
-    device = pick_device(config.device)
+    # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
+    device = torch.device("cpu") if in_parts(config, ranks) else pick_device(config.device)
     task, tokenizer = open_task(config)
     seed_everything(config.seed)
     model = load_model(
@@ -99,6 +102,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     parts = partition(
         model,
         num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        stages=blocks.stages,
         largest=blocks.largest,
         patterns=blocks.patterns,
         balance=blocks.balance,
@@ -128,7 +132,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         device=device,
         model=model,
         partition=parts,
-        optimizer=_optimizer(config, parts, folder / "state" / f"rank-{ranks.rank}"),
+        optimizer=optimizer_of(config, parts, folder, ranks),
         task=task,
         rows=plan,
         schedule=schedule,
@@ -138,6 +142,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         ranks=ranks,
     )
     _require_settled_checkpoints(config, job.pace)
+    _require_layout(job)
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=job.total_steps, visit_step=0)
     return job
@@ -152,7 +157,42 @@ def _require_settled_checkpoints(config: RunConfig, pace: Pace) -> None:
             raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
 
 
-def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimizer:
+def in_stages(config: RunConfig, ranks: Ranks) -> bool:
+    """Whether the processes are a pipeline."""
+    return config.distributed.layout == "layers" and ranks.size > 1
+
+
+def in_parts(config: RunConfig, ranks: Ranks) -> bool:
+    """Whether each process has a part of every weight."""
+    return config.distributed.layout == "shards" and ranks.size > 1
+
+
+def pipeline_config(config: RunConfig) -> PipelineConfig:
+    """A pipeline begins at the boundary wherever a prefix may be stored: then what each process trains does not depend
+    on whether it is."""
+    start = "inputs" if config.prefix.store == "off" else "boundary"
+    return PipelineConfig(schedule=config.distributed.pipeline, start=start)
+
+
+def _require_layout(job: Job) -> None:
+    """Raise `ConfigError` where the processes cannot share this job as the configuration says."""
+    if in_parts(job.config, job.ranks):
+        require_whole(job.partition)
+    if in_stages(job.config, job.ranks):
+        rows, size = job.config.batch.rows, job.ranks.size
+        if job.rank_rows % job.micro_rows:
+            raise ConfigError(
+                f"batch.micro_rows = {job.micro_rows} must divide the {job.rank_rows} rows of a step that each of "
+                f"{size} processes brings into a pipeline (batch.rows = {rows})"
+            )
+        require_stages(job.partition, size, pipeline_config(job.config), micro_batches=rows // job.micro_rows)
+
+
+def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks) -> BlockOptimizer:
+    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`.
+
+    Of shards the parts are the fp32 masters themselves, whatever they are gathered in to be computed with.
+    """
     options = config.optimizer
     for key in ("lr", "weight_decay"):
         if key in options.options:
@@ -168,8 +208,8 @@ def _optimizer(config: RunConfig, parts: Partition, folder: Path) -> BlockOptimi
     return BlockOptimizer(
         parts,
         cls,
-        state=_store(options, folder),
-        precision=replace(preset(config.precision), moments=options.moments),
+        state=_store(options, folder / "state" / f"rank-{ranks.rank}"),
+        precision=replace(FP32 if in_parts(config, ranks) else preset(config.precision), moments=options.moments),
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blocktrain.blocks.activation import evaluating
-from blocktrain.dist.local_steps import parallel
-from blocktrain.dist.parallel import Parallel
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, NoLog, read_events
 from blocktrain.model.kernels import apply_liger, choose_kernels
@@ -33,10 +31,11 @@ from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
-from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
+from blocktrain.train.layout import Layout, lay_out, write_checkpoint
 from blocktrain.train.measure import logged_opening, opening_events
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.outofmemory import planned
@@ -58,7 +57,7 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
     _prefixed: PrefixedSteps = field(init=False)
-    _parallel: Parallel = field(init=False)
+    _layout: Layout = field(init=False)
     _log: EventLog | NoLog = field(default_factory=NoLog)
     _memory: Event = field(default_factory=dict)  # the record of that name
     _peak_bytes: int = 0  # of the visits before
@@ -70,12 +69,13 @@ class Loop:
         checkpoint written; any other error leaves the last checkpoint as it was."""
         saved = self._restore()
         self._started = time.perf_counter() - self.progress.seconds
-        self._parallel = parallel(self.job.ranks, self.job.config.distributed)
         if self.job.ranks.is_first:
             self._log = EventLog(self.folder.events, length=saved)
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
             self._open(resumed=saved > 0)
+            if self.job.ranks.is_first:
+                self.folder.replace_config(self.job.config)  # of a run that was moved, now that it can be
             saving = saving_memory(self.job.partition, self.job.config.memory)
             with saving, self._prefixed, planned(self.job, self._memory, "between steps"):
                 self._train()
@@ -83,32 +83,39 @@ class Loop:
             self._log.close()
 
     def _open(self, *, resumed: bool) -> None:
-        """The opening records: decided and counted at the start, read back from the log later."""
-        opening = self.job.ranks.first(
-            lambda: logged_opening(self.folder.events) if resumed else opening_events(self.job, self.method)
+        """The opening records: decided and counted at the start, read back from the log later. Then the work is laid
+        out over the processes; until here, each has all of it."""
+        logged = self.job.ranks.first(
+            lambda: logged_opening(self.folder.events, self.job, self.method) if resumed else []
         )
+        opening = logged or self.job.ranks.first(lambda: opening_events(self.job, self.method))
+        if resumed and not logged:
+            self._restore()  # again: what counts and rehearses steps may leave no moments behind
         told = {event["kind"]: event for event in opening}
         micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
-        self.job = replace(self.job, micro_rows=min(micro_rows, self.job.rank_rows))
+        self.job = replace(self.job, micro_rows=micro_rows)
         self._memory = told["memory"]
         self._step_flops = told["cost"]["flops"]["blocks"]
-        self._prefixed = PrefixedSteps(self.job, self.folder.path, told["cost"]["flops"]["forward_layers"])
+        forward_flops = told["cost"]["flops"]["forward_layers"]
+        self._layout = lay_out(self.job, self.folder.path, forward_flops)
+        self.job = self._layout.job
+        self._prefixed = PrefixedSteps(self.job, self.folder.path, forward_flops, before=self.progress.cached)
         for event in opening:
-            (self._tell if resumed else self._emit)(event)
+            (self._tell if logged else self._emit)(event)
         if choose_kernels(self.job.config.memory.kernels, self.job.device) == "liger":
             apply_liger(self.job.model)  # after counting: its kernels run on no tensor without memory
 
     # -- the run --------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        job, progress = self.job, self.progress
+        job, progress, parallel = self.job, self.progress, self._layout.parallel
         if progress.evaluated is None:
             self._evaluate_and_log()
         for visit in job.schedule.visits(job.partition, start=progress.visit):
             if progress.run_over:
                 break
             reset_peak_memory(job.device)
-            with job.optimizer.visit(visit.block), self._parallel.visit(job.optimizer.in_visit):
+            with job.optimizer.visit(parallel.share(visit.block)), parallel.visit(job.optimizer.in_visit):
                 following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
                 if following is not None:
                     job.optimizer.expect(following.block)
@@ -130,7 +137,7 @@ class Loop:
         while not (progress.visit_over or progress.run_over):
             with planned(self.job, self._memory, f"at step {progress.step + 1} in {visit.block}"):
                 place = {"step": progress.step, "visit_step": progress.visit_step}
-                result = train_step(self.job, self._prefixed, self._parallel, visit, **place)
+                result = train_step(self.job, self._prefixed, self._layout.parallel, visit, **place)
             self._advance(visit, result)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
@@ -139,12 +146,13 @@ class Loop:
             self._ask_rules(longest, result, evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
-            if asked and self._parallel.settled:
+            if asked and self._layout.parallel.settled:
                 self._save()
                 self._interrupted(asked)
             if progress.step % save_every == 0:
                 self._save()
-        progress.optimizer_bytes = max(progress.optimizer_bytes, self.job.optimizer.state_bytes())
+        held = self.job.ranks.gather([self.job.optimizer.state_bytes()])
+        progress.optimizer_bytes = max(progress.optimizer_bytes, *(int(count) for (count,) in held))
         did = self._prefixed.close_visit()
         if did is not None:
             self._emit({**did, **self._place(visit), **self._now()})
@@ -223,6 +231,7 @@ class Loop:
     def _evaluate_and_log(self) -> None:
         """Score the model as it is now."""
         job, progress, settings = self.job, self.progress, self.job.config.evaluation
+        self._layout.parallel.settle()
         doing = f"while evaluating {settings.batch_rows} rows at a time (evaluation.batch_rows)"
         with evaluating(job.model), planned(job, self._memory, doing):
             score = job.task.score(
@@ -246,18 +255,10 @@ class Loop:
             self._emit({"kind": "sample", "step": progress.step, **answer.to_event()})
 
     def _save(self) -> None:
-        if not self.job.ranks.is_first:
-            return
         self._log.sync()
-        self.progress.seconds = self._seconds()
+        self.progress.cached, self.progress.seconds = self._prefixed.did(), self._seconds()
         saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
-        save_checkpoint(
-            self.folder.checkpoints,
-            saved,
-            partition=self.job.partition,
-            optimizer=self.job.optimizer,
-            keep=self.job.config.checkpoint.keep,
-        )
+        write_checkpoint(self._layout, self.folder.checkpoints, saved, keep=self.job.config.checkpoint.keep)
 
     def _restore(self) -> int:
         """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""

@@ -6,6 +6,7 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from blocktrain.events import Event, read_events
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
+from blocktrain.runtime import pick_device
 from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.alike import ends, filled, on_the_line
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.rehearsal import decide_micro_rows, step_shape
+from blocktrain.train.schema import to_mapping
 
 OPENING = ("run", "cost", "memory", "micro_batch")
 
@@ -38,9 +41,13 @@ def opening_events(job: Job, method: str) -> list[Event]:
     return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}, *decided]
 
 
-def logged_opening(path: Path) -> list[Event]:
-    """The same, of a run that has been begun."""
-    return [event for event in read_events(path) if event["kind"] in OPENING]
+def logged_opening(path: Path, job: Job, method: str) -> list[Event]:
+    """The same, of a run that has been begun; empty where it was begun on other hardware or in another
+    precision."""
+    logged = [event for event in read_events(path) if event["kind"] in OPENING]
+    begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
+    same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(job, method)))]
+    return logged[begun:] if same else []
 
 
 def _memory(job: Job) -> dict[str, Any]:
@@ -69,6 +76,11 @@ def _run_event(job: Job, method: str) -> Event:
         "optimizer": job.config.optimizer.name,
         "precision": job.config.precision,
         "state": job.config.optimizer.state,
+        "micro_rows": job.config.batch.micro_rows,
+        "memory": to_mapping(job.config.memory),
+        "layout": job.config.distributed.layout,
+        "device": pick_device(job.config.device).type,
+        "processes": job.ranks.size,
         "span": job.config.schedule.span,
         "tail": job.config.optimizer.tail,
         "blocks": [

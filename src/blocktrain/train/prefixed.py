@@ -12,7 +12,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +32,11 @@ from blocktrain.model.cut import Cut, CutError
 from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
 from blocktrain.prefix.encoding import Encoding
-from blocktrain.prefix.ledger import Key
+from blocktrain.prefix.ledger import Fingerprints, Key
 from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
-from blocktrain.train.job import Job
+from blocktrain.train.job import Job, in_parts
 from blocktrain.train.task import to_device
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,11 @@ log = logging.getLogger(__name__)
 class PrefixedSteps:
     """Runs the steps of a job's visits with the frozen prefix stored where that pays.
 
-    forward_flops: of each layer, for the rows of one optimizer step.
+    forward_flops: of each layer, for the rows of one optimizer step. before: what `did` said when the run was saved in
+    the middle of a visit, for a run that goes on from there.
     """
 
-    def __init__(self, job: Job, folder: Path, forward_flops: Sequence[int]):
+    def __init__(self, job: Job, folder: Path, forward_flops: Sequence[int], *, before: Event | None = None):
         self.job = job
         self.folder = folder
         self._mine = folder / "prefix" / f"rank-{job.ranks.rank}"  # of a file store
@@ -63,8 +64,10 @@ class PrefixedSteps:
         self._flops_per_second = float("inf")
         self._saved = 0  # FLOPs, in a visit whose cache was given up
         self._told = 0  # FLOPs of the visit that `newly_saved` has told of
-        self._level = 0  # of the current visit
+        self.level = 0  # the boundary below the current visit's block
+        self._now = Fingerprints(job.partition.chain)  # of the weights at its start
         self._given_up: str | None = None  # during the current visit, and not yet logged
+        self._before = before
 
     # -- a visit --------------------------------------------------------------------------------------------------
 
@@ -74,7 +77,8 @@ class PrefixedSteps:
         decided: that record, for a visit that is resumed: its rows lie where it says.
         """
         self._choice, self._saved, self._told = None, 0, 0
-        level = self._level = self._levels[visit.block.index]
+        self._now = Fingerprints(self._cut.chain)
+        level = self.level = self._levels[visit.block.index]
         if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
         if level == 0 or self.job.config.prefix.store == "off":
@@ -104,6 +108,15 @@ class PrefixedSteps:
             return nullcontext()
         return self._cut.running(level=self._cache.level, hidden=hidden)
 
+    def states(self, rows: StepRows, batch: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
+        if self.active and self._cache is not None:
+            try:
+                return self._cache.fetch(rows.slots, batch)
+            except StorageError as error:
+                self._give_up(error)
+        return self._cut.states(batch, [self.level])[self.level]
+
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next call of `running` will want."""
         if self.active and self._cache is not None:
@@ -114,19 +127,26 @@ class PrefixedSteps:
         """Whether this visit's steps run from stored hidden states."""
         return self._choice is not None and self._choice.place is not None and self.broken is None
 
-    def close_visit(self) -> Event | None:
-        """What the caches of all ranks did in the visit, as a record to log."""
-        working = self._cache is not None and self.active
-        seen = self._cache.statistics if self._cache is not None and working else Statistics()
-        did = _added_up(self.job.ranks, seen, saved=self.flops_saved() if working else 0)
-        given_up, self._given_up = self._given_up, None
-        if given_up is not None:
-            return {"kind": "cache", "place": None, "reason": given_up, "level": self._level}
-        if not working:
-            return None
+    def did(self) -> Event | None:
+        """What the caches of all ranks did in the visit so far, in all sessions of the run, as a record to log; None
+        where there was none."""
+        cache = self._cache if self.active else None
+        seen = Statistics() if cache is None else cache.statistics
+        did = _added_up(self.job.ranks, seen, saved=0 if cache is None else self.flops_saved())
+        if cache is None:
+            return self._before
         seconds = did["flops_saved"] / self._flops_per_second / self.job.ranks.size - did["wait_seconds"]
-        place, dtype = self._place, self.job.config.prefix.dtype
-        return {"kind": "cached", "place": place, "dtype": dtype, **did, "seconds_saved": round(seconds, 4)}
+        record = {"kind": "cached", "place": self._place, "dtype": self.job.config.prefix.dtype, **did}
+        record["seconds_saved"] = round(seconds, 4)
+        return record if self._before is None else _one_after_another(self._before, record)
+
+    def close_visit(self) -> Event | None:
+        """The visit is over: the record to log of it."""
+        did, given_up = self.did(), self._given_up
+        self._before = self._choice = self._given_up = None
+        if given_up is not None:
+            return {"kind": "cache", "place": None, "reason": given_up, "level": self.level}
+        return did
 
     def newly_saved(self) -> int:
         """`flops_saved` since the last call."""
@@ -178,7 +198,7 @@ class PrefixedSteps:
     def _decide(self, visit: Visit, level: int) -> Choice:
         """Count, measure, choose."""
         job, config = self.job, self.job.config.prefix
-        states = self._cut.states(self._sample(visit, 1), [level])[level]
+        states = self._cut.states(_sample(self.job, visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
         free: dict[Place, float] = free_bytes(job.device, self.folder)
         shared_by: dict[Place, int] = {"device": 1, "host": job.ranks.local_size, "file": job.ranks.size}
@@ -202,16 +222,17 @@ class PrefixedSteps:
 
     def _measure_rate(self, visit: Visit, level: int) -> None:
         """FLOPs per second of the prefix, on a micro-batch."""
-        self._cut.check(self._sample(visit, 1), level)
+        self._cut.check(_sample(self.job, visit, 1), level)
         micro_rows = self.job.micro_rows
-        seconds = _pass_seconds(self._cut, self._sample(visit, micro_rows), level)
+        seconds = _pass_seconds(self._cut, _sample(self.job, visit, micro_rows), level)
         self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
 
     def _needs(self, visit: Visit, level: int) -> list[Need]:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
         uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.ranks.size / job.rows.num_slots
-        held = {0: 1} if self._cache is None else self._cache.held(level, key=_key_of(self.job, visit))
+        key = _key_of(job, visit)
+        held = {0: 1} if self._cache is None else self._cache.held(level, key=key, now=self._now)
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
         subset, before = job.rows.subset(visit=visit.index, sweep=visit.sweep), level
@@ -252,10 +273,10 @@ class PrefixedSteps:
                 self._cut,
                 num_slots=self.job.rows.num_slots,
                 encoding=Encoding(config.dtype),
-                make_store=self._make_store,
+                make_store=_store(place, self._mine, self.job.device),
                 levels=self._kept(),
             )
-        self._cache.open(level, key=_key_of(self.job, visit), sample=self._sample(visit, 1))
+        self._cache.open(level, key=_key_of(self.job, visit), sample=_sample(self.job, visit, 1), now=self._now)
         if config.fill == "ahead":
             self._fill_ahead(visit)
 
@@ -267,24 +288,7 @@ class PrefixedSteps:
             missing = self._cache.missing(np.arange(start, start + self.job.rows.stored_rows))
             for at in range(0, len(missing), self.job.config.prefix.fill_rows):
                 rows = self.job.rows.slot_rows(missing[at : at + self.job.config.prefix.fill_rows], subset=subset)
-                self._cache.fill(rows.slots, self._batch(rows))
-
-    def _make_store(self, name: str, slots: int, layout: Layout) -> Store:
-        match self._place:
-            case "file":
-                return FileStore(self._mine / name, slots, layout)
-            case "device":
-                return MemoryStore(slots, layout, device=self.job.device)
-            case "host":
-                return MemoryStore(slots, layout, device=torch.device("cpu"), pin=self.job.device.type == "cuda")
-
-    def _sample(self, visit: Visit, rows: int) -> dict[str, Tensor]:
-        slots = np.arange(min(rows, self.job.rows.stored_rows))
-        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
-        return self._batch(self.job.rows.slot_rows(slots, subset=subset))
-
-    def _batch(self, rows: StepRows) -> dict[str, Tensor]:
-        return to_device(self.job.task.train.batch(rows.rows, variant=rows.variant), self.job.device)
+                self._cache.fill(rows.slots, _batch(self.job, rows))
 
     def _flops(self, start: int, end: int) -> float:
         """Of one row's forward pass through layers [start, end)."""
@@ -300,10 +304,24 @@ class PrefixedSteps:
             self._cache = None
 
 
+def _store(place: Place, folder: Path, device: torch.device) -> Callable[[str, int, Layout], Store]:
+    """What makes a store there, given a name in `folder`, a number of slots and what is in one."""
+    match place:
+        case "file":
+            return lambda name, slots, layout: FileStore(folder / name, slots, layout)
+        case "device":
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=device)
+        case "host":
+            pin = device.type == "cuda"
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=torch.device("cpu"), pin=pin)
+
+
 def _refusal(job: Job) -> str | None:
     """Why the prefix of this run cannot be stored at all."""
     if job.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
+    if in_parts(job.config, job.ranks):
+        return "refused: sharded layers run on all processes together, and a prefix only where rows are missing"
     if job.task.augmented and job.config.sampling.variants is None:
         return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
     return None
@@ -327,6 +345,24 @@ def _added_up(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, Any]:
         **{name: round(value / ranks.size, 4) for name, value in zip(seconds, told[len(counts) :], strict=True)},
         "encoding_error": seen.encoding_error,
     }
+
+
+def _one_after_another(before: Event, now: Event) -> Event:
+    """Two sessions' records of a visit as one: sums, but for the room claimed, which is what it is now."""
+    alone = {"kind", "place", "dtype", "bytes", "encoding_error"}
+    sums = {name: round(before[name] + now[name], 4) for name in now if name not in alone}
+    return {**now, **sums, "encoding_error": max(before["encoding_error"], now["encoding_error"])}
+
+
+def _sample(job: Job, visit: Visit, rows: int) -> dict[str, Tensor]:
+    """A batch of the first rows that a visit stores."""
+    slots = np.arange(min(rows, job.rows.stored_rows))
+    subset = job.rows.subset(visit=visit.index, sweep=visit.sweep)
+    return _batch(job, job.rows.slot_rows(slots, subset=subset))
+
+
+def _batch(job: Job, rows: StepRows) -> dict[str, Tensor]:
+    return to_device(job.task.train.batch(rows.rows, variant=rows.variant), job.device)
 
 
 def _level(job: Job, block: Block) -> int:

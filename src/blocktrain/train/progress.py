@@ -26,6 +26,7 @@ class Progress:
     run_over: str | None = None
     evaluated: int | None = None  # step of the last evaluation
     score: dict[str, Any] = field(default_factory=dict)  # its figures
+    cached: dict[str, Any] | None = None  # what a prefix cache did in the current visit so far
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain values."""

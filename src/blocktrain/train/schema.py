@@ -123,7 +123,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
     """The first alternative that takes the value; where none does, the last one's complaint (of those for lists, where
-    the value is a list; of the others, where it is not)."""
+    the value is a list; of the others, where it is not). "none" unsets what may be left out."""
+    if value == "none" and type(None) in kinds:
+        return None
     choices = [kind for kind in kinds if kind is not type(None)]
     choices.sort(key=lambda kind: (get_origin(kind) in (list, tuple)) == isinstance(value, list))
     for kind in choices[:-1]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from blocktrain.dist.ranks import Ranks, is_launched, open_ranks
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, pick_device
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.interrupt import stop_requests
@@ -35,25 +35,30 @@ def run(
         job = build(config, folder.path, ranks)
         with _held(folder, ranks):
             if ranks.is_first:
-                folder.create(config, method=method, environment=environment(job.device), command=command)
+                folder.create(
+                    config, method=method, environment=environment(pick_device(config.device)), command=command
+                )
             _train(job, folder, method, listeners)
     return folder
 
 
-def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunFolder:
+def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
 
-    `listeners` are those of `run`. The number of processes need not be that of before. Raises `CheckpointError` where
-    the checkpoint is damaged or of another model.
+    overrides: `a.b=c` of what a run may be moved to other hardware with (`RunConfig.moved`), from here on.
+    listeners: those of `run`.
+
+    The number of processes need not be that of before. Raises `CheckpointError` where the checkpoint is damaged or of
+    another model.
     """
     folder = RunFolder(Path(out))
-    config = folder.config()
+    config = folder.config().moved(overrides)
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        return _go_on(folder, ranks, listeners)
+        return _go_on(folder, ranks, listeners, overrides)
 
 
-def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener]) -> RunFolder:
-    method, config = folder.read()["method"], folder.config()
+def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
+    method, config = folder.read()["method"], folder.config().moved(overrides)
     with _held(folder, ranks):
         _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder

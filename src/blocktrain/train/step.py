@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
-from blocktrain.dist.parallel import Parallel
+from blocktrain.dist.parallel import ByRows
+from blocktrain.dist.pipeline import Pipeline
 from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
@@ -36,7 +37,7 @@ class StepResult:
 
 
 def train_step(
-    job: Job, prefixed: PrefixedSteps, parallel: Parallel, visit: Visit, *, step: int, visit_step: int
+    job: Job, prefixed: PrefixedSteps, parallel: ByRows | Pipeline, visit: Visit, *, step: int, visit_step: int
 ) -> StepResult:
     """Take 0-based `step`, the `visit_step`-th of `visit`; raises `NonFiniteError` unless that is to be skipped.
 
@@ -51,8 +52,11 @@ def train_step(
         job.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
         for ahead in (0, 1)
     )
-    mine = _accumulate(job, prefixed, parallel, rows, following)
-    mine_norm = float(optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf))
+    if isinstance(parallel, Pipeline):
+        mine = _through_stages(job, prefixed, parallel, rows, following)
+    else:
+        mine = _accumulate(job, prefixed, parallel, rows, following)
+    mine_norm = parallel.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
     losses, norms, saved = zip(*ranks.gather([mine, mine_norm, prefixed.newly_saved()]), strict=True)
     loss, norm = sum(losses), sum(norms) / ranks.size
     result = StepResult(loss=loss, grad_norm=norm, lr=config.optimizer.lr * factor, flops_saved=int(sum(saved)))
@@ -74,7 +78,7 @@ def train_step(
     return result
 
 
-def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: Parallel, rows: StepRows, following: StepRows) -> float:
+def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: ByRows, rows: StepRows, following: StepRows) -> float:
     """Forward and backward over this rank's part of the step's rows, `micro_rows` at a time; returns what it adds to
     the mean loss over the step's predictions. Each part counts for as many as it has, so that the parts of all ranks
     add up to one large batch.
@@ -95,6 +99,27 @@ def _accumulate(job: Job, prefixed: PrefixedSteps, parallel: Parallel, rows: Ste
                 micro_loss.backward()
         loss += micro_loss.item()
     return loss
+
+
+def _through_stages(
+    job: Job, prefixed: PrefixedSteps, pipeline: Pipeline, rows: StepRows, following: StepRows
+) -> float:
+    """The same through a pipeline, which all of the step's rows pass: the mean loss, told on rank 0 alone.
+
+    Where they start above a boundary, each rank reads or computes the hidden states of its own rows first.
+    """
+    rank, size = job.ranks.rank, job.ranks.size
+    parts = job.rows.in_turn(rows, job.micro_rows)
+    weights = [int(job.task.train.weights(part.rows).sum()) for part in parts]
+    batches = [to_device(job.task.train.batch(part.rows, variant=part.variant), job.device) for part in parts]
+    hidden: list[Tensor | None] = [None] * len(parts)
+    if pipeline.config.start == "boundary" and prefixed.level:
+        after = job.rows.mine(following).split(job.micro_rows)[0]
+        for at in range(rank, len(parts), size):
+            hidden[at] = prefixed.states(parts[at], batches[at])
+            prefixed.prefetch(parts[at + size] if at + size < len(parts) else after)
+    loss = pipeline.backward(batches, weights=[weight / sum(weights) for weight in weights], hidden=hidden)
+    return loss if job.ranks.is_first else 0.0
 
 
 def _copied_buffers(job: Job) -> dict[Tensor, Tensor]:

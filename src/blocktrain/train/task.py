@@ -97,7 +97,9 @@ class Task:
         rows = min(rows, len(self.validation))
         starts = range(0, rows, batch_rows)
         losses, weights, correct = [], [], 0
-        for start in starts[ranks.rank :: ranks.size]:
+        mine = list(starts[ranks.rank :: ranks.size])
+        idle = -(-len(starts) // ranks.size) - len(mine)  # this rank's share is one batch shorter than another's
+        for start in mine:
             indices = range(start, min(start + batch_rows, rows))
             batch = to_device(self.validation.batch(indices), device)
             output = model(**batch)
@@ -105,7 +107,8 @@ class Task:
             losses.append(output.loss.item() * weights[-1])
             if self.classes is not None:
                 correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
-        idle = -(-len(starts) // ranks.size) - len(losses)  # this rank's share is one batch shorter than another's
+        if idle:  # sharded weights are gathered by all ranks together, so all run the model equally often
+            model(**to_device(self.validation.batch([0]), device))
         told = ranks.gather([correct, sum(weights), *losses, *[0.0] * idle])
         correct, weight = (int(sum(theirs[at] for theirs in told)) for at in (0, 1))
         loss = math.fsum(loss for theirs in told for loss in theirs[2:]) / weight
