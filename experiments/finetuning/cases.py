@@ -184,9 +184,10 @@ def table(results: Results) -> str:
 def _row(name: str, figures: Figures, full: Figures, cost: Mapping[str, float]) -> list[Any]:
     runs, first, whole = figures["runs"], figures["runs"][0], full["runs"]
     beside = list(zip(runs, whole, strict=False))
-    reached = [tokens_to_reach(other["curve"][-1][1], [row[:2] for row in run["curve"]]) for run, other in beside]
-    multiplier = time = "not reached"
-    if None not in reached:
+    found = [tokens_to_reach(other["curve"][-1][1], [row[:2] for row in run["curve"]]) for run, other in beside]
+    reached = [seen for seen in found if seen is not None]
+    multiplier, time = "not reached", "not reached"
+    if len(reached) == len(found):
         multiplier = spread([seen / other["tokens"] for seen, (_, other) in zip(reached, beside, strict=True)], 2)
         spent = [time_to(name, run, seen, cost) for seen, (run, _) in zip(reached, beside, strict=True) if cost]
         time = spread([mine / whole[0]["steps"] for mine in spent], 2) if cost else None
