@@ -1,11 +1,13 @@
 """What each idea buys: tokens, counted FLOPs and tracked memory to full training's loss, with the same optimizer.
 
-    python experiments/ablations/ablation.py --runs FOLDER [--budget MINUTES] [--seeds N] [--methods NAMES] [--write]
+    python experiments/ablations/ablation.py --runs FOLDER [--size NAME] [--budget MINUTES] [--seeds N]
+        [--methods NAMES] [--write]
 
 Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss,
 of those that were tried (the table says how many). Seeds 1 to N - 1 are then trained at the best rates. A run that is
 finished is not taken again, one that was interrupted goes on; after `--budget` no new one begins. `--write` puts what
-is there into result.json and the table of docs/LOG.md, unless a method with a result has no finished run in FOLDER.
+is there into the size's result file and its table of docs/LOG.md, unless a method with a result has no finished run
+in FOLDER.
 
 The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
 training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
@@ -22,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,11 +39,35 @@ from blocktrain.runtime import environment
 
 HERE = Path(__file__).resolve().parent
 LOG = HERE.parents[1] / "docs" / "LOG.md"
-BEGIN, END = "<!-- written by ablation.py -->\n", "<!-- end -->\n"
+END = "<!-- end -->\n"
 
-RATES = (2e-3, 1e-3, 4e-3)
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model, and how long it is trained: full training `steps`, every other method 1.5 times as many."""
+
+    result: str
+    steps: int
+    rates: tuple[float, ...]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def begin(self) -> str:
+        """What comes before its table in the log."""
+        return f"<!-- written by ablation.py, {self.result} -->\n"
+
+
+SIZES = {
+    "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
+    "11M": Size(
+        result="large.json",
+        steps=200,
+        rates=(1e-3, 5e-4, 2e-3),
+        overrides=("model.config.n_embd=384", "model.config.n_head=6", "batch.rows=8", "evaluation.rows=64"),
+    ),
+}
 METHODS: dict[str, list[str]] = {
-    "full": ["blocks.count=1", "schedule.visit=400 steps", "stop.duration=400 steps"],
+    "full": ["blocks.count=1"],
     "blocks, M=3": [],
     "suffix, M=3": ["schedule.span=suffix"],
     "tail sgd, M=3": ["optimizer.tail=sgd"],
@@ -54,10 +81,19 @@ def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
     return runs / f"{method.replace(', ', '-').replace(' ', '-')}-{rate:g}-seed{seed}"
 
 
-def train(runs: Path, method: str, rate: float, seed: int) -> None:
+def train(runs: Path, size: Size, method: str, rate: float, seed: int) -> None:
     """Take a run, or go on with it, unless it is finished."""
     folder = folder_of(runs, method, rate, seed)
-    overrides = [*METHODS[method], f"optimizer.lr={rate}", f"seed={seed}", f"text.cache={runs}"]
+    whole = [f"schedule.visit={size.steps} steps", f"stop.duration={size.steps} steps"]
+    steps = whole if method == "full" else [f"stop.duration={size.steps * 3 // 2} steps"]
+    overrides = [
+        *METHODS[method],
+        *steps,
+        *size.overrides,
+        f"optimizer.lr={rate}",
+        f"seed={seed}",
+        f"text.cache={runs}",
+    ]
     config = bt.RunConfig.load(HERE / "ablation.toml", overrides)
     if not (folder / "run.json").exists():
         bt.run(config, folder, method="full" if method == "full" else "bcd")
@@ -78,26 +114,26 @@ def last_loss(record: RunRecord) -> float:
     return record.evaluations[-1].loss
 
 
-def search(runs: Path, method: str) -> dict[float, float]:
+def search(runs: Path, size: Size, method: str) -> dict[float, float]:
     """Last loss of seed 0 by the rates that were tried to the end."""
-    tried = {rate: finished(runs, method, rate, 0) for rate in RATES}
+    tried = {rate: finished(runs, method, rate, 0) for rate in size.rates}
     return {rate: last_loss(record) for rate, record in tried.items() if record is not None}
 
 
-def best_rate(runs: Path, method: str) -> float | None:
+def best_rate(runs: Path, size: Size, method: str) -> float | None:
     """The rate with the lowest last loss; None until one was tried."""
-    found = search(runs, method)
+    found = search(runs, size, method)
     return min(found, key=lambda rate: found[rate]) if found else None
 
 
-def planned(runs: Path, methods: list[str], seeds: int) -> Iterator[tuple[str, float, int]]:
+def planned(runs: Path, size: Size, methods: list[str], seeds: int) -> Iterator[tuple[str, float, int]]:
     """The search first, then the further seeds at what it found."""
-    for rate in RATES:
+    for rate in size.rates:
         for method in methods:
             yield method, rate, 0
     for seed in range(1, seeds):
         for method in methods:
-            rate = best_rate(runs, method)
+            rate = best_rate(runs, size, method)
             if rate is not None:
                 yield method, rate, seed
 
@@ -156,9 +192,9 @@ def against_plain(rows: list[dict[str, Any]]) -> None:
         item["tokens_of_plain"] = None if other is None or tokens is None else tokens / other["tokens"]
 
 
-def collected(runs: Path, seeds: int) -> dict[str, Any]:
+def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
     """What was measured: the search, and each method at its best rate."""
-    rates = {method: best_rate(runs, method) for method in METHODS}
+    rates = {method: best_rate(runs, size, method) for method in METHODS}
     full = rates["full"]
     found = [
         row(runs, method, rate, seed, full)
@@ -170,9 +206,11 @@ def collected(runs: Path, seeds: int) -> dict[str, Any]:
     against_plain(rows)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": f"python experiments/ablations/ablation.py --runs RUNS --seeds {seeds}",
+        "command": f"python experiments/ablations/ablation.py --runs RUNS --size {name_of(size)} --seeds {seeds}",
         "environment": environment(torch.device("cpu")),
-        "search": {method: {f"{rate:g}": loss for rate, loss in search(runs, method).items()} for method in METHODS},
+        "search": {
+            method: {f"{rate:g}": loss for rate, loss in search(runs, size, method).items()} for method in METHODS
+        },
         "rows": rows,
     }
 
@@ -212,9 +250,14 @@ def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def write(result: dict[str, Any]) -> None:
-    """result.json, and the table between the log's markers. Exits where that would take a method's rows away."""
-    path = HERE / "result.json"
+def name_of(size: Size) -> str:
+    """As on the command line."""
+    return next(name for name, known in SIZES.items() if known == size)
+
+
+def write(result: dict[str, Any], size: Size) -> None:
+    """The result file, and the table between the log's markers. Exits where that would take a method's rows away."""
+    path = HERE / size.result
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     lost = {item["method"] for item in known} - {item["method"] for item in result["rows"]}
     if lost:
@@ -222,28 +265,29 @@ def write(result: dict[str, Any]) -> None:
             f"not written: no finished runs of {', '.join(sorted(lost))} beside full training's, and {path} has them"
         )
     path.write_text(json.dumps(result, indent=1) + "\n")
-    before, _, rest = LOG.read_text().partition(BEGIN)
-    LOG.write_text(f"{before}{BEGIN}{table(result)}{END}{rest.partition(END)[2]}")
+    before, _, rest = LOG.read_text().partition(size.begin)
+    LOG.write_text(f"{before}{size.begin}{table(result)}{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
     """Train what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--size", default="0.7M", choices=list(SIZES))
     parser.add_argument("--budget", type=float, default=float("inf"), help="minutes after which no run begins")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    started = time.monotonic()
-    for method, rate, seed in planned(options.runs, options.methods, options.seeds):
+    started, size = time.monotonic(), SIZES[options.size]
+    for method, rate, seed in planned(options.runs, size, options.methods, options.seeds):
         if time.monotonic() - started > 60 * options.budget:
             break
-        train(options.runs, method, rate, seed)
-    result = collected(options.runs, options.seeds)
+        train(options.runs, size, method, rate, seed)
+    result = collected(options.runs, size, options.seeds)
     print(json.dumps(result["search"], indent=1), table(result), sep="\n")
     if options.write:
-        write(result)
+        write(result, size)
 
 
 if __name__ == "__main__":

@@ -72,3 +72,11 @@ def test_real_sets(shared_data: Path, tmp_path: Path):
     sst2 = open_labelled(short)
     assert (len(sst2.train), len(sst2.validation), sst2.classes) == (2000, 872, ("0", "1"))
     assert int((sst2.validation.labels == 0).sum()) == 428
+
+
+def test_the_first_validation_texts_are_of_all_classes(tmp_path: Path) -> None:
+    """However the file is sorted: an evaluation takes the first rows."""
+    sides = "".join(f"{side} {number},{side}\n" for side in ("good", "bad") for number in range(40))
+    data = open_labelled(config(tmp_path, validation=f"text,label\n{sides}"))
+    assert 3 <= int(data.validation.labels[:16].sum()) <= 13
+    assert int(data.validation.labels.sum()) == 40

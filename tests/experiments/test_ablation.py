@@ -23,9 +23,11 @@ def ablation() -> ModuleType:
     return module
 
 
-def test_the_log_shows_the_result(ablation: ModuleType) -> None:
-    table = ablation.table(json.loads((FOLDER / "result.json").read_text()))
-    assert f"{ablation.BEGIN}{table}{ablation.END}" in ablation.LOG.read_text()
+@pytest.mark.parametrize("name", ["0.7M", "11M"])
+def test_the_log_shows_the_result(ablation: ModuleType, name: str) -> None:
+    size = ablation.SIZES[name]
+    table = ablation.table(json.loads((FOLDER / size.result).read_text()))
+    assert f"{size.begin}{table}{ablation.END}" in ablation.LOG.read_text()
 
 
 def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleType) -> None:
@@ -51,5 +53,5 @@ def test_runs_that_lack_a_method_do_not_take_its_result_away(
     (tmp_path / "result.json").write_text(known)
     monkeypatch.setattr(ablation, "HERE", tmp_path)
     with pytest.raises(SystemExit, match="not written: no finished runs of blocks, M=3, full"):
-        ablation.write(ablation.collected(tmp_path / "runs", seeds=1))
+        ablation.write(ablation.collected(tmp_path / "runs", ablation.SIZES["0.7M"], 1), ablation.SIZES["0.7M"])
     assert (tmp_path / "result.json").read_text() == known

@@ -17,11 +17,12 @@ from blocktrain.data.records import record_of, require_text
 from blocktrain.data.splits import open_sources, splits
 from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.runtime import permutation
 from blocktrain.units import format_count
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _AT_ONCE = 1024  # texts handed to the tokenizer
 
 
@@ -90,7 +91,7 @@ def open_labelled(config: LabelledConfig) -> LabelledData:
     def write(folder: Path) -> None:
         train, validation = splits(corpora, share=config.validation_share, limit=config.max_documents)
         labels = _encode(train, config, tokenizer, folder / "train")
-        others = _encode(validation, config, tokenizer, folder / "validation")
+        others = _encode(_mixed(validation), config, tokenizer, folder / "validation")
         classes = _sorted(set(labels))
         if unknown := sorted(set(others) - set(classes)):
             raise DataError(f"validation texts have the class '{unknown[0]}', which no training text has")
@@ -113,6 +114,12 @@ def padding_token(tokenizer: Tokenizer) -> int:
     """The id that fills texts up: the tokenizer's own, or its end of a text."""
     pad = tokenizer.pretrained.pad_token_id
     return pad if isinstance(pad, int) else tokenizer.eos
+
+
+def _mixed(documents: Iterable[Document]) -> list[Document]:
+    """In a random order, always the same: an evaluation takes the first rows, and many files are sorted by class."""
+    kept = list(documents)
+    return [kept[index] for index in permutation(len(kept), 0)]
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
