@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from runner import Figures
 from torch import nn
 
 import blocktrain as bt
+from blocktrain.blocks.block import Block
 from blocktrain.errors import ConfigError
+from blocktrain.model.cut import Cut
 from blocktrain.plan.presets import find_model
 from blocktrain.runtime import is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
+from blocktrain.train.job import Job
 from blocktrain.train.tracked import meta_model
 
 Contender = Callable[[], float]
@@ -65,6 +69,33 @@ def timed(device: torch.device, step: Callable[[], Any]) -> float:
     step()
     synchronize(device)
     return clock() - start
+
+
+def steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
+    """A step of ours in a visit to `block`; the first one of a visit, which makes the moments, is not timed.
+
+    level: where stored hidden states come in; they lie in memory, and are not copied.
+    """
+    batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(job.config.batch.rows)).items()}
+    cut = Cut(job.partition.chain)
+    hidden = None
+    if level:
+        cut.check(batch, level)
+        hidden = cut.states(batch, [level])[level]
+
+    def step() -> None:
+        with nullcontext() if hidden is None else cut.running(level=level, hidden=hidden):
+            job.task.loss(job.model, batch).backward()
+        job.optimizer.clip_grad_norm(job.config.optimizer.max_grad_norm or float("inf"))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+    def run() -> float:
+        with job.optimizer.visit(block):
+            step()
+            return timed(job.device, step)
+
+    return run
 
 
 def random_model(name: str, device: torch.device) -> nn.Module:

@@ -162,6 +162,46 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
+QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set", key))]
+
+# What the README says -> what is typed; in the order of its table, in one folder. `--push` is for tests/integrations.
+TYPED = {
+    "blocktrain train CONFIG [--set a.b=c ...] [--out DIR]": ["train", *QUICK, "--out", "run"],
+    "blocktrain resume DIR": ["resume", "run", "--set", "precision=bf16-exact"],
+    "torchrun --nproc-per-node 8 -m blocktrain train CONFIG": [
+        *("--nproc-per-node", "2", "-m", "blocktrain", "train", *QUICK),
+    ],
+    "blocktrain compare CONFIG [--methods full,bcd,uncached]": [
+        *("compare", *QUICK, "--methods", "full,bcd", "--out", "both"),
+    ],
+    "blocktrain plan --model NAME --tokens 10B --gpu rtx4090 --gpus 8": [
+        *("plan", "--model", "llama-2-7b", "--tokens", "10B", "--gpu", "rtx4090", "--gpus", "8"),
+    ],
+    "blocktrain calibrate": ["calibrate"],
+    "blocktrain report DIR...": ["report", "run", "both/full", "--out", "page.html"],
+    "blocktrain export DIR OUT [--push OWNER/NAME]": ["export", "run", "exported"],
+    "blocktrain config": ["config"],
+    "blocktrain doctor": ["doctor"],
+}
+
+
+def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert told == list(TYPED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for command, words in TYPED.items():
+        if command.startswith("torchrun"):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            assert subprocess.run([*torchrun, *words], capture_output=True, check=False).returncode == 0, command
+        else:
+            assert main(words) == 0, command
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
+    assert (tmp_path / "exported" / "config.json").is_file()
+
+
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     """What stands in its first column is in the source of the package, word for word."""
     source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))

@@ -11,12 +11,11 @@ import csv
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, timed
+from stepping import Contender, interleaved, steps_of, timed
 from training import data_folder, searched, spread
 
 from blocktrain.baselines.compare import Search
@@ -25,11 +24,9 @@ from blocktrain.baselines.methods import METHODS
 from blocktrain.baselines.peers import PEERS
 from blocktrain.baselines.session import whole_job
 from blocktrain.baselines.step import take_step
-from blocktrain.blocks.block import Block
-from blocktrain.model.cut import Cut
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import Job, build
+from blocktrain.train.job import build
 
 MODEL = "all-MiniLM-L6-v2"
 TRAIN_EVERY, VALIDATION_EVERY = 10, 12  # rows: 1,000 of 10,003 and 256 of 3,080
@@ -115,7 +112,7 @@ def _whole(name: str, config: RunConfig, place: Place) -> Contender:
     changed = method.change(config, 10_000, build(config, place.work).pace)
     if method.peer is None:
         job = build(changed, place.work)
-        return _steps_of(job, job.partition[0])
+        return steps_of(job, job.partition[0])
     job = whole_job(changed, place.work)
     trainee, cycle = PEERS[name].build(job, VISIT), VISIT * PEERS[name].cycle(job)
     taken = iter(range(1_000_000))
@@ -130,36 +127,11 @@ def _by_block(config: RunConfig, place: Place) -> dict[str, Contender]:
     found: dict[str, Contender] = {}
     for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
         block = job.trained[index]
-        found[f"block {index}"] = _steps_of(job, block)
+        found[f"block {index}"] = steps_of(job, block)
         level = job.partition.chain.layers.index(block.layers[0])
         if sum(len(owned) for owned in job.partition.chain.owned[1:level]):  # an embedding alone is not worth storing
-            found[f"block {index}, cached"] = _steps_of(job, block, level=level)
+            found[f"block {index}, cached"] = steps_of(job, block, level=level)
     return found
-
-
-def _steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
-    """A step of ours; the first one of a visit, which makes the moments, is not timed. level: where stored hidden
-    states come in; they lie in memory, and are not copied."""
-    batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(job.config.batch.rows)).items()}
-    cut = Cut(job.partition.chain)
-    hidden = None
-    if level:
-        cut.check(batch, level)
-        hidden = cut.states(batch, [level])[level]
-
-    def step() -> None:
-        with nullcontext() if hidden is None else cut.running(level=level, hidden=hidden):
-            job.task.loss(job.model, batch).backward()
-        job.optimizer.clip_grad_norm(job.config.optimizer.max_grad_norm or float("inf"))
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-
-    def run() -> float:
-        with job.optimizer.visit(block):
-            step()
-            return timed(job.device, step)
-
-    return run
 
 
 # -- table ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, timed
+from stepping import Contender, interleaved, steps_of, timed
 from training import loss_after, searched, spread
 
 from blocktrain.baselines.compare import Search
@@ -120,23 +120,8 @@ def _ours(config: RunConfig, place: Place) -> Contender:
     job = build(config, place.work)
     if job.task.row_tokens is None:
         raise BlocktrainError("this comparison is for text")
-    batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(config.batch.rows)).items()}
-
-    def step() -> None:
-        job.task.loss(job.model, batch).backward()
-        job.optimizer.clip_grad_norm(config.optimizer.max_grad_norm or float("inf"))
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-
-    def run() -> float:
-        spent = []
-        for block in job.partition:
-            with job.optimizer.visit(block):
-                step()
-                spent.append(timed(job.device, step))
-        return sum(spent) / len(spent)
-
-    return run
+    steps = [steps_of(job, block) for block in job.partition]
+    return lambda: statistics.mean(step() for step in steps)
 
 
 def table(results: Results) -> str:

@@ -73,6 +73,10 @@ class Pipeline:
         self.config = config
         self.loss_of = loss_of
         self.cut = Cut(partition.chain)
+        self._used_in: dict[nn.Parameter, list[int]] = {}  # numbers of layers; of a tied one several
+        for at, layer in enumerate(partition.chain.layers):
+            for _, parameter in layer.named_parameters():
+                self._used_in.setdefault(parameter, []).append(at)
         self.stages = [stages(partition, block, ranks.size, config, costs) for block in partition]
         self._shares = [self._share(block) for block in partition]
         self._steps: _Steps | None = None
@@ -131,15 +135,9 @@ class Pipeline:
 
     def users(self, block: Block, name: str) -> list[int]:
         """The processes that run a layer with `block`'s parameter `name`, in a visit to it."""
-        parameter, layers = block.parameters[name], self.partition.chain.layers
-        return sorted(
-            {
-                stage % self.ranks.size
-                for stage, run in enumerate(self.stages[block.index])
-                for layer in run
-                if any(used is parameter for _, used in layers[layer].named_parameters())
-            }
-        )
+        layers = self._used_in[block.parameters[name]]
+        runs = enumerate(self.stages[block.index])
+        return sorted({stage % self.ranks.size for stage, run in runs if any(layer in run for layer in layers)})
 
     def holds(self, index: int, name: str) -> bool:
         """Whether this process is the one to ask for what the optimizer has of block `index`'s parameter `name`."""

@@ -65,12 +65,13 @@ def lay_out(job: Job, folder: Path, forward_flops: Sequence[int]) -> Layout:
 def write_checkpoint(layout: Layout, folder: Path, saved: Saved, *, keep: int) -> None:
     """As `save_checkpoint`, on rank 0; the other processes hand over what they have. All must call it."""
     job, trained, step = layout.job, layout.trained(), saved.progress.step
-    wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
+    if isinstance(trained, Collected):
+        wanted = job.ranks.first(lambda: blocks_to_write(folder, step, partition=job.partition, trained=trained))
+        if not job.ranks.is_first:
+            for index in wanted:
+                trained.fetch(index)
     if job.ranks.is_first:
         save_checkpoint(folder, saved, partition=job.partition, trained=trained, keep=keep)
-    elif isinstance(trained, Collected):
-        for index in wanted:
-            trained.fetch(index)
 
 
 class Contents(NamedTuple):
