@@ -22,7 +22,9 @@ import runner
 from blocktrain.cli.live import quiet_libraries
 from blocktrain.runtime import pick_device
 
-NAMES = ("peers", "finetuning", "table2", "table3", "table4_figure5", "table9_10_11", "table15_16_figure6")
+NAMES = (
+    "peers", "finetuning", "resnet20", "table2", "table3", "table4_figure5", "table9_10_11", "table15_16_figure6",
+)  # fmt: skip
 
 
 def experiment(name: str) -> runner.Experiment:

@@ -1,0 +1,204 @@
+"""ResNet-20 on CIFAR-10, full and in blocks, for as many steps as the same seconds buy.
+
+The clock is not asked, which a busy machine disturbs: steps of full training and of every block are timed in turns
+("step time"), and a run in blocks is longer by what an average step of it is cheaper. The table says how well that was
+met: steps times price, over full training's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner import Case, Experiment, Figures, Place, Results, markdown
+from stepping import Contender, interleaved, steps_of
+from training import data_folder, searched, spread
+
+from blocktrain.baselines.compare import Search, compare
+from blocktrain.baselines.methods import METHODS
+from blocktrain.train.config import RunConfig
+from blocktrain.train.job import build
+
+
+class Entry(NamedTuple):
+    """A row of the table. longer: its steps, over full training's."""
+
+    method: str
+    longer: float
+    overrides: tuple[str, ...] = ()
+    seeds: int = 3
+
+
+class Length(NamedTuple):
+    """How far a scale goes. search, steps: of full training, at each rate of the search and at the best one. images:
+    what is trained on."""
+
+    words: str
+    search: int
+    steps: int
+    images: str
+    overrides: tuple[str, ...] = ()
+
+
+ENTRIES: dict[str, Entry] = {
+    "full": Entry("full", 1.0),
+    "blocks": Entry("bcd", 2.0),
+}
+ONE_FILE = "cifar10/train-00000-of-00006.parquet"
+LENGTHS = {
+    "tiny": Length(
+        "tiny, only to see that it runs", 2, 4, ONE_FILE,
+        ("schedule.visit=2 steps", "batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"),
+    ),
+    "short": Length(
+        "8,334 images, 1,000 full steps of 64 (8 epochs), 300 at each rate of the search; all 10,000 test images",
+        300, 1_000, ONE_FILE,
+    ),
+    "card": Length(
+        "50,000 images, 78,200 full steps of 128 (200 epochs), 7,820 at each rate of the search",
+        7_820, 78_200, "cifar10",
+        ("schedule.visit=391 steps", "batch.rows=128", "checkpoint.every=3910 steps", "learning_rate.warmup_steps=391"),
+    ),
+}  # fmt: skip
+FACTORS = {"tiny": (1.0,), "short": (0.5, 1.0, 2.0), "card": (0.5, 1.0, 2.0)}
+ROUNDS = {"tiny": 1, "short": 25, "card": 25}
+CONFIG = Path(__file__).with_name("resnet20.toml")
+PAPER = ((191, 88.7, 0.0574), (322, 88.7, 0.0263))  # table 2, SGD: epochs, accuracy in percent, loss; full, BCD
+
+
+def cases(scale: str) -> Sequence[Case]:
+    """The step times, then each method's search and training."""
+
+    def trained(name: str) -> Case:
+        def run(place: Place) -> Figures:
+            out = place.work / f"resnet20-{scale}" / name.replace(", ", "-").replace(" ", "-")
+            return _trained(ENTRIES[name], scale, place, out)
+
+        return Case(name=name, scale=LENGTHS[scale].words, run=run)
+
+    def stepped(place: Place) -> Figures:
+        config = _config(ENTRIES["blocks"], scale, place, LENGTHS[scale].steps)
+        contenders = {"full": _full(config, place), **_by_block(config, place)}
+        for step in contenders.values():
+            step()
+        return interleaved(contenders, "full", rounds=ROUNDS[scale])
+
+    return [Case(name="step time", scale=LENGTHS[scale].words, run=stepped), *map(trained, ENTRIES)]
+
+
+def _trained(entry: Entry, scale: str, place: Place, out: Path) -> Figures:
+    """The search's rates over a short run on the first seed, the best of them over a whole one on every seed."""
+    length = LENGTHS[scale]
+    searching = _config(entry, scale, place, length.search)
+    rates = compare(
+        replace(searching, evaluation=replace(searching.evaluation, rows=min(searching.evaluation.rows, 2_000))),
+        [entry.method],
+        out / "rates",
+        search=Search(factors=FACTORS[scale]),
+    ).trials
+    best = min(rates, key=lambda trial: math.inf if trial.loss is None else trial.loss)
+    config = _config(entry, scale, place, length.steps)
+    config = replace(config, optimizer=replace(config.optimizer, lr=best.lr))
+    figures = searched(config, entry.method, out, Search(seeds=1 if scale == "tiny" else entry.seeds))
+    return {**figures, "search": [[trial.lr, trial.loss] for trial in rates]}
+
+
+def _config(entry: Entry, scale: str, place: Place, full_steps: int) -> RunConfig:
+    """A run that takes as long as `full_steps` of full training."""
+    steps = round(full_steps * entry.longer)
+    length, folder = LENGTHS[scale], data_folder(place, "cifar10")
+    data = [f"images.source={data_folder(place, length.images)}", f"images.validation={folder}"]
+    until = [f"stop.duration={steps} steps", f"evaluation.every={steps} steps", f"device={place.device}"]
+    return RunConfig.load(CONFIG, [*data, *until, *length.overrides, *entry.overrides])
+
+
+# -- step times -------------------------------------------------------------------------------------------------------
+
+
+def _full(config: RunConfig, place: Place) -> Contender:
+    whole = METHODS["full"].change(config, 10_000, build(config, place.work).pace)
+    job = build(whole, place.work)
+    return steps_of(job, job.partition[0])
+
+
+def _by_block(config: RunConfig, place: Place) -> dict[str, Contender]:
+    job = build(config, place.work)
+    return {f"block {block.index}": steps_of(job, block) for block in job.partition}
+
+
+# -- table ------------------------------------------------------------------------------------------------------------
+
+
+def table(results: Results) -> str:
+    """The paper's row, and a line a method at each scale."""
+    text = ""
+    for scale in sorted({record["scale"] for record in results.values()}):
+        found = {name: results[key]["figures"] for name in ENTRIES if (key := f"{name} [{scale}]") in results}
+        steps = results.get(f"step time [{scale}]", {}).get("figures", {}).get("steps", {})
+        cost = {name: timing["ratio"] for name, timing in steps.items()}
+        rows = [_paper_row(name, paper) for name, paper in zip(("full", "BCD"), PAPER, strict=True)]
+        rows += [_row(name, figures, found, cost) for name, figures in found.items()]
+        headings = ["", "rate", "seeds", "length", "time, of full's", "accuracy, %", "points above full", "loss"]
+        text += f"{scale}\n\n" + markdown([*headings, "memory, of full's", "rates: loss"], rows) + "\n"
+        if cost:
+            text += "A step's time, of a full step: " + ", ".join(f"{k} {v:.3f}" for k, v in cost.items()) + ".\n\n"
+    return text
+
+
+def _paper_row(name: str, paper: tuple[int, float, float]) -> list[Any]:
+    epochs, accuracy, loss = paper
+    above = None if paper is PAPER[0] else f"{accuracy - PAPER[0][1]:.1f}"
+    return [
+        f"paper, {name}",
+        "0.1",
+        None,
+        f"{epochs} epochs",
+        None,
+        f"{accuracy:.1f}",
+        above,
+        f"{loss:.4f}",
+        None,
+        None,
+    ]
+
+
+def _row(name: str, figures: Figures, found: Mapping[str, Figures], cost: Mapping[str, float]) -> list[Any]:
+    runs, first = figures["runs"], figures["runs"][0]
+    full = found.get("full", {}).get("runs")
+    accuracies = [100 * run["accuracy"] for run in runs]
+    above = memory = spent = None
+    if full and figures is not found["full"]:
+        whole = [100 * run["accuracy"] for run in full]
+        above = spread([mine - other for mine, other in zip(accuracies, whole, strict=False)], 1)
+    if full:
+        memory = first["memory_bytes"] / full[0]["memory_bytes"]
+        spent = price(first, cost) / full[0]["steps"] if cost else None
+    trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
+    return [
+        f"ours, {name}",
+        f"{figures['lr']:g}",
+        len(runs),
+        f"{first['steps']:,} steps",
+        spent,
+        spread(accuracies, 1),
+        above,
+        spread([run["curve"][-1][1] for run in runs], 3),
+        memory,
+        trials,
+    ]
+
+
+def price(run: Figures, cost: Mapping[str, float]) -> float:
+    """What a run's steps cost together, in full steps."""
+    if not run["visits"] or run["blocks"] == 1:
+        return run["steps"] * cost["full"]
+    stops = [begun for _, begun, _ in run["visits"][1:]] + [run["steps"]]
+    return sum(
+        (stop - begun) * cost[f"block {block}"] for (block, begun, _), stop in zip(run["visits"], stops, strict=True)
+    )
+
+
+EXPERIMENT = Experiment(name="resnet20", cases=cases, table=table)
