@@ -46,6 +46,7 @@ class Length(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "full": Entry("full", 1.0),
     "blocks": Entry("bcd", 1.9125),  # its average step took .523 of a full one; eight whole sweeps
+    "two blocks": Entry("bcd", 1.525, ("blocks.count=2", "schedule.visit=61 steps")),  # .656; eight as well
 }
 ONE_FILE = "cifar10/train-00000-of-00006.parquet"
 LENGTHS = {
@@ -80,8 +81,9 @@ def cases(scale: str) -> Sequence[Case]:
         return Case(name=name, scale=LENGTHS[scale].words, run=run)
 
     def stepped(place: Place) -> Figures:
-        config = _config(ENTRIES["blocks"], scale, place, LENGTHS[scale].steps)
-        contenders = {"full": _full(config, place), **_by_block(config, place)}
+        contenders: dict[str, Contender] = {}
+        for name, entry in ENTRIES.items():
+            contenders |= _by_block(name, entry, _config(entry, scale, place, LENGTHS[scale].steps), place)
         for step in contenders.values():
             step()
         return interleaved(contenders, "full", rounds=ROUNDS[scale])
@@ -118,15 +120,15 @@ def _config(entry: Entry, scale: str, place: Place, full_steps: int) -> RunConfi
 # -- step times -------------------------------------------------------------------------------------------------------
 
 
-def _full(config: RunConfig, place: Place) -> Contender:
-    whole = METHODS["full"].change(config, 10_000, build(config, place.work).pace)
-    job = build(whole, place.work)
-    return steps_of(job, job.partition[0])
+def _by_block(name: str, entry: Entry, config: RunConfig, place: Place) -> dict[str, Contender]:
+    """A step in each block of a method; full training has one."""
+    job = build(METHODS[entry.method].change(config, 10_000, build(config, place.work).pace), place.work)
+    return {step_of(name, block.index): steps_of(job, block) for block in job.partition}
 
 
-def _by_block(config: RunConfig, place: Place) -> dict[str, Contender]:
-    job = build(config, place.work)
-    return {f"block {block.index}": steps_of(job, block) for block in job.partition}
+def step_of(name: str, block: int) -> str:
+    """What a step of a method is called among the step times."""
+    return name if name == "full" else f"{name}, {block}"
 
 
 # -- table ------------------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def _row(name: str, figures: Figures, found: Mapping[str, Figures], cost: Mappin
         above = spread([mine - other for mine, other in zip(accuracies, whole, strict=False)], 1)
     if full:
         memory = first["memory_bytes"] / full[0]["memory_bytes"]
-        spent = price(first, cost) / full[0]["steps"] if cost else None
+        spent = price(name, first, cost) / full[0]["steps"] if cost else None
     trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
     return [
         f"ours, {name}",
@@ -191,13 +193,12 @@ def _row(name: str, figures: Figures, found: Mapping[str, Figures], cost: Mappin
     ]
 
 
-def price(run: Figures, cost: Mapping[str, float]) -> float:
+def price(name: str, run: Figures, cost: Mapping[str, float]) -> float:
     """What a run's steps cost together, in full steps."""
-    if not run["visits"] or run["blocks"] == 1:
-        return run["steps"] * cost["full"]
     stops = [begun for _, begun, _ in run["visits"][1:]] + [run["steps"]]
     return sum(
-        (stop - begun) * cost[f"block {block}"] for (block, begun, _), stop in zip(run["visits"], stops, strict=True)
+        (stop - begun) * cost[step_of(name, block)]
+        for (block, begun, _), stop in zip(run["visits"], stops, strict=True)
     )
 
 
