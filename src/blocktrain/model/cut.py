@@ -190,14 +190,15 @@ def _passing_through(module: nn.Module, hidden: Tensor, length: int | None) -> I
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Nobody is told of a module that does nothing: its weights, where they are in parts, are not gathered."""
-    kept = [(found := vars(module)[name], dict(found)) for name in ("_forward_pre_hooks", "_forward_hooks")]
-    for hooks, _ in kept:
-        hooks.clear()
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    before = [dict(of_kind) for of_kind in hooks]
+    for of_kind in hooks:
+        of_kind.clear()
     try:
         yield
     finally:
-        for hooks, before in kept:
-            hooks.update(before)
+        for of_kind, kept in zip(hooks, before, strict=True):
+            of_kind.update(kept)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
