@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import blocktrain as bt
-from blocktrain.events import read_events
+from blocktrain.events import Event, read_events
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
 from blocktrain.train import measure
@@ -111,8 +111,12 @@ def train(folder: str, size: int) -> None:
 
 def losses(run: Path) -> list[float]:
     """Of all steps, then of all evaluations."""
-    events = list(read_events(run / "events.jsonl"))
-    return [event["loss"] for kind in ("step", "evaluation") for event in events if event["kind"] == kind]
+    return [event["loss"] for kind in ("step", "evaluation") for event in events_of(run, kind)]
+
+
+def events_of(run: Path, kind: str) -> list[Event]:
+    """Those of a kind in the run's log."""
+    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -130,13 +134,13 @@ def compared(folders: dict[int, Path]) -> list[dict[str, Any]]:
                 sizes, uncached = sizes_of(layout), name_of(model, layout, "uncached")
                 found = {size: losses(folders[size] / name) for size in sizes}
                 plain = {size: losses(folders[size] / uncached) for size in sizes}
-                done = [e for e in read_events(folders[sizes[-1]] / name / "events.jsonl") if e["kind"] == "cached"]
+                done = events_of(folders[sizes[-1]] / name, "cached")
                 rows.append(
                     {
                         "model": model,
                         "layout": layout,
                         "prefix": prefix,
-                        "steps": len(found[1]) - 2,
+                        "steps": len(events_of(folders[1] / name, "step")),
                         "from_one_process": {size: difference(found[1], found[size]) for size in sizes[1:]},
                         "from_uncached": {size: difference(plain[size], found[size]) for size in sizes},
                         "rows_read": sum(event["hits"] for event in done),
