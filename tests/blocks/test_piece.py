@@ -9,7 +9,7 @@ from torch import nn
 
 from blocktrain.blocks.block import Partition
 from blocktrain.blocks.partition import partition
-from blocktrain.blocks.piece import pieces, whole_layers
+from blocktrain.blocks.piece import pieces_up_to, whole_layers
 from blocktrain.errors import ConfigError, PartitionError
 from blocktrain.model.detect import chain_of
 
@@ -29,7 +29,7 @@ def owners(parts: Partition) -> dict[str, torch.Tensor]:
 
 
 def test_a_layer_comes_apart_into_modules_and_a_matrix_into_rows() -> None:
-    found = pieces(chain_of(llama()), 600)
+    found = pieces_up_to(chain_of(llama()), 600)
     assert [(piece.name, piece.size) for piece in found] == [
         ("model.embed_tokens.weight[0:50]", 400),
         ("model.embed_tokens.weight[50:100]", 400),
@@ -62,7 +62,7 @@ def test_there_are_as_few_blocks_as_the_limit_allows() -> None:
 
 def test_layers_that_are_small_enough_stay_whole() -> None:
     chain = chain_of(llama())
-    assert [piece.name for piece in pieces(chain, 900)] == [piece.name for piece in whole_layers(chain)]
+    assert [piece.name for piece in pieces_up_to(chain, 900)] == [piece.name for piece in whole_layers(chain)]
 
 
 def test_a_limit_below_one_row_is_refused() -> None:

@@ -97,6 +97,7 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         usd_per_hour=None if price is None else price.usd_per_hour,
         methods=_methods(options.method),
         blocks=_blocks(options.blocks, spec.layers + 2),
+        pieces=options.pieces,
         largest=_largest(options, spec),
         precision=precision,
         moments=_chosen(options.moments),

@@ -58,7 +58,7 @@ def memory(spec: ModelSpec, layout: Layout, *, seq: int, in_flight: int = 1, mic
     step; from the second on the gradients of the first are there all the time, and sums are in fp32.
     """
     worst: tuple[float, str, dict[str, float]] = (0.0, "", {})
-    for piece in worst_pieces(spec, layout.blocks, layout.pipeline, layout.largest):
+    for piece in worst_pieces(spec, layout.blocks, layout.pipeline, layout.largest, layout.pieces):
         step = _Step(spec, layout, piece, seq=seq, in_flight=in_flight, micro_steps=micro_steps)
         for moment, parts in step.moments():
             total = sum(parts.values())
