@@ -61,13 +61,10 @@ def partition(
         )
     if pieces == "modules" and (num_blocks is None or stages > 1 or balance != "parameters"):
         raise ConfigError(
-            "pieces = 'modules' evens out the parameters of a number of contiguous blocks: give num_blocks, and leave out "
-            "stages and balance = 'flops'"
+            "pieces = 'modules' evens out the parameters of a number of contiguous blocks: give num_blocks, and leave "
+            "out stages and balance = 'flops'"
         )
-    if largest is not None:
-        cut = pieces_up_to(chain, largest)
-    else:
-        cut = whole_layers(chain) if pieces == "layers" else modules_apart(chain)
+    cut = _cut(chain, pieces) if largest is None else pieces_up_to(chain, largest)
     if patterns is not None:
         groups: Sequence[Sequence[int]] = _by_patterns([layer.name for layer in chain.layers], patterns)
     elif largest is not None:
@@ -75,6 +72,16 @@ def partition(
     else:
         groups = _of_stages(balanced(_costs(chain, cut, balance, batch), (num_blocks or 0) * stages), stages)
     return Partition(chain, tuple(_block(chain, index, [cut[i] for i in group]) for index, group in enumerate(groups)))
+
+
+def _cut(chain: Chain, pieces: str) -> list[Piece]:
+    match pieces:
+        case "layers":
+            return whole_layers(chain)
+        case "modules":
+            return modules_apart(chain)
+        case _:
+            raise ConfigError(f"pieces '{pieces}' is unknown; {nearest(pieces, ['layers', 'modules'])}")
 
 
 def _costs(chain: Chain, cut: Sequence[Piece], balance: str, batch: Mapping[str, Any] | None) -> list[float]:

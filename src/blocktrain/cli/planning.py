@@ -166,6 +166,8 @@ def _largest(options: argparse.Namespace, spec: ModelSpec) -> int | None:
         return None
     if options.blocks != "auto":
         raise ConfigError("give --blocks or --largest, not both")
+    if options.pieces != "layers":
+        raise ConfigError("--pieces says what a number of blocks is made of; --largest takes layers apart by itself")
     if options.gpus * options.nodes > 1:
         raise ConfigError("blocks cut by their size are planned on one card: leave out --gpus and --nodes")
     try:

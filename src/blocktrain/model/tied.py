@@ -114,7 +114,7 @@ class _Table:
     def looked_up(
         self,
         ids: Tensor,
-        _table: _Table,
+        *,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -138,7 +138,7 @@ class _Table:
     ) -> Any:
         """PyTorch calls this where one of its functions is given a table."""
         if function is F.embedding and isinstance(args[1], _Table):
-            return args[1].looked_up(*args, **(kwargs or {}))
+            return args[1].looked_up(args[0], **(kwargs or {}))
         args, kwargs = tree_map(
             lambda value: value.weight if isinstance(value, _Table) else value, (args, kwargs or {})
         )

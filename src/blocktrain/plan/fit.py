@@ -198,7 +198,8 @@ def layouts(request: Request) -> Iterator[Layout]:
                 data = request.cards // pipeline
                 if data > request.rows or pipeline > request.spec.layers:
                     continue
-                if pipeline > 1 and (precision.packed or request.pieces == "modules"):
+                pieces = request.pieces if method == "bcd" else "layers"
+                if pipeline > 1 and (precision.packed or pieces == "modules"):
                     continue
                 for shards in _shards(request, method, data):
                     if precision.packed and shards > 1:
@@ -207,7 +208,7 @@ def layouts(request: Request) -> Iterator[Layout]:
                         yield Layout(
                             method=method,
                             blocks=blocks,
-                            pieces=request.pieces,
+                            pieces=pieces,
                             precision=precision,
                             moments=request.moments or "fp32",
                             state=request.state or "host",
