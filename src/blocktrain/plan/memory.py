@@ -198,7 +198,8 @@ class _Step:
         spec, kept, dtype = self.spec, self.waiting + self.kept.layers + self.kept.head, self.dtype
         chunk = self.layout.loss_chunk
         matrix = spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0
-        arriving = dtype * matrix if self.several or self.piece.owned.cut else 0
+        whole_beside_rows = self.piece.owned.cut and not self.tied  # a tied one's is whole in either
+        arriving = dtype * matrix if self.several or whole_beside_rows else 0
         woken = self.awake.head_running + self.awake.kept_tail
         if chunk is None:
             logits = spec.vocabulary * self.tokens
