@@ -155,6 +155,7 @@ def test_blocks_that_meet_inside_of_a_layer(train: Run, order: str):
     plain, cached = (train(f"prefix.store={store}", *shared) for store in ("off", "host"))
     assert learned(cached) == learned(plain)
     assert len(events_of(cached, "cached")) == 4
+    assert events_of(plain, "run")[0]["blocks"][1]["first"] == "transformer.h.0.attn.c_proj"
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.004), ("int8", 0.01)])
