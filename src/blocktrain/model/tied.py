@@ -17,7 +17,7 @@ adds the two as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
 
 from blocktrain.model.around import Around, as_it_is, standing_in, surround
 
@@ -78,7 +78,7 @@ class _AroundEmbedding:
         weight = self.module.weight
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        with standing_in(self.module, {"weight": _Table(weight, self.shared)}):
+        with _LookingUp(weight, self.shared):
             return run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
@@ -101,48 +101,25 @@ class _AroundHead:
         return as_it_is
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """Stands in for an embedding's weight while it is looked up in, whatever else the embedding does (Gemma scales)."""
+class _LookingUp(TorchFunctionMode):
+    """Inside, a lookup in `weight` is ours, whatever else the embedding does with what it finds (Gemma scales it)."""
 
-    weight: nn.Parameter
-    shared: _Shared
+    def __init__(self, weight: Tensor, shared: _Shared):
+        super().__init__()
+        self.weight, self.shared = weight, shared
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.weight, name)
-
-    def looked_up(
-        self,
-        ids: Tensor,
-        *,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        """As `F.embedding`."""
-        if max_norm is not None or scale_grad_by_freq or sparse:
-            return F.embedding(ids, self.weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        padding = NO_PADDING if padding_idx is None else padding_idx % len(self.weight)
-        found, self.shared.for_head = _Lookup.apply(self.weight, ids, padding)
-        return found
-
-    @classmethod
     def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """PyTorch calls this where one of its functions is given a table."""
-        if function is F.embedding and isinstance(args[1], _Table):
-            return args[1].looked_up(args[0], **(kwargs or {}))
-        args, kwargs = tree_map(
-            lambda value: value.weight if isinstance(value, _Table) else value, (args, kwargs or {})
+        kwargs = kwargs or {}
+        as_usual = any(kwargs.get(key) for key in ("max_norm", "scale_grad_by_freq", "sparse"))
+        if func is not F.embedding or args[1] is not self.weight or as_usual:
+            return func(*args, **kwargs)
+        padding = kwargs.get("padding_idx")
+        found, self.shared.for_head = _Lookup.apply(
+            self.weight, args[0], NO_PADDING if padding is None else padding % len(self.weight)
         )
-        return function(*args, **kwargs)
+        return found
 
 
 class _Lookup(torch.autograd.Function):
