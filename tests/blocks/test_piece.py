@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -20,7 +22,7 @@ def llama(**settings) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": 20, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 4}
+    sizes: dict[str, Any] = {"vocab_size": 20, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 4}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 

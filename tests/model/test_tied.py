@@ -34,7 +34,7 @@ LLAMA: dict[str, Any] = {
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_layer": 2, "n_embd": WIDTH, "n_head": 4, "n_positions": 64}
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": WIDTH, "n_head": 4, "n_positions": 64}
     settings: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **settings))
 
@@ -165,7 +165,8 @@ def test_only_while_the_block_that_owns_it_is_active() -> None:
     release(parts)
     assert surrounded() == set()
     assert not any("forward" in vars(module) for module in parts.model.modules())
-    apart = bt.partition(hf.LlamaForCausalLM(hf.LlamaConfig(**(LLAMA | {"tie_word_embeddings": False}))), num_blocks=2)
+    settings = LLAMA | {"tie_word_embeddings": False}
+    apart = bt.partition(hf.LlamaForCausalLM(hf.LlamaConfig(**settings)), num_blocks=2)
     activate(apart, apart[0])
     assert not any(arounds(module) for module in apart.model.modules())
 
@@ -181,5 +182,5 @@ def test_copies_of_the_model_are_as_they_would_be() -> None:
         assert torch.equal(gradients_of(copy.deepcopy(model), ids), expected)
 
 
-def gradients_of(model: nn.Module, ids: Tensor) -> Tensor:
+def gradients_of(model: WithoutHead, ids: Tensor) -> Tensor:
     return torch.autograd.grad(model(ids, called=True), [model.embedding.weight])[0]
