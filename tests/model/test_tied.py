@@ -165,7 +165,7 @@ def test_only_while_the_block_that_owns_it_is_active() -> None:
     release(parts)
     assert surrounded() == set()
     assert not any("forward" in vars(module) for module in parts.model.modules())
-    settings = LLAMA | {"tie_word_embeddings": False}
+    settings: dict[str, Any] = LLAMA | {"tie_word_embeddings": False}
     apart = bt.partition(hf.LlamaForCausalLM(hf.LlamaConfig(**settings)), num_blocks=2)
     activate(apart, apart[0])
     assert not any(arounds(module) for module in apart.model.modules())
