@@ -64,20 +64,18 @@ class Size:
         return f"<!-- written by ablation.py, {self.result} -->\n"
 
 
-LONG = (
-    "schedule.visit=100 steps",
-    "evaluation.every=100 steps",
-    "evaluation.rows=256",
-    "checkpoint.every=1000 steps",
-)
 SIZES = {
     "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
-    "0.7M-long": Size(result="long.json", steps=2000, rates=(2e-3, 4e-3, 1e-3), overrides=LONG),
-    "0.7M-untied": Size(
-        result="untied.json",
+    "0.7M-long": Size(
+        result="long.json",
         steps=2000,
-        rates=(2e-3, 4e-3, 1e-3),
-        overrides=(*LONG, "model.config.tie_word_embeddings=false"),
+        rates=(2e-3, 1e-3, 4e-3),
+        overrides=(
+            "schedule.visit=100 steps",
+            "evaluation.every=100 steps",
+            "evaluation.rows=256",
+            "checkpoint.every=1000 steps",
+        ),
     ),
     "11M": Size(
         result="large.json",
@@ -92,6 +90,7 @@ METHODS: dict[str, list[str]] = {
     "suffix, M=3": ["schedule.span=suffix"],
     "tail sgd, M=3": ["optimizer.tail=sgd"],
     "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
+    "tail newton-schulz, thrice the share, M=3": ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
 }
 
@@ -251,12 +250,12 @@ def _kept(parts: Mapping[str, int]) -> int:
 
 
 def against_plain(rows: list[dict[str, Any]]) -> None:
-    """Add to each row the tokens to plain blocks' last loss of the same seed, over plain blocks' tokens."""
+    """Add to each row the tokens to plain blocks' last loss of the same seed, if known, over plain blocks' tokens."""
     plain = {item["seed"]: item for item in rows if item["method"] == "blocks, M=3"}
     for item in rows:
-        other = plain.get(item["seed"])
-        tokens = None if other is None else tokens_to_reach(other["loss"], item["losses"])
-        item["tokens_of_plain"] = None if other is None or tokens is None else tokens / other["tokens"]
+        if (other := plain.get(item["seed"])) is not None:
+            tokens = tokens_to_reach(other["loss"], item["losses"])
+            item["tokens_of_plain"] = None if tokens is None else tokens / other["tokens"]
 
 
 def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
@@ -312,6 +311,8 @@ def table(result: dict[str, Any]) -> str:
 
 def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
     """The mean over seeds and, of several, the range; what was not reached says so."""
+    if any(key not in item for item in rows):
+        return "–"
     values = [item[key] for item in rows]
     if None in values:
         missed = None in (item["multiplier"] for item in rows) or key == "tokens_of_plain"
