@@ -23,7 +23,7 @@ def ablation() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["0.7M", "11M"])
+@pytest.mark.parametrize("name", ["0.7M", "0.7M-long", "11M"])
 def test_the_log_shows_the_result(ablation: ModuleType, name: str) -> None:
     size = ablation.SIZES[name]
     table = ablation.table(json.loads((FOLDER / size.result).read_text()))
