@@ -134,12 +134,13 @@ CONFIGURATIONS = (
             model=name,
             precision="fp32",
             target_gib=gib,
-            cut={"num_blocks": 3},
+            cut=cut,
             options=FUSED,
             memory=PLAIN,
             tokens=8,
         )
         for name, gib in (("G-1.6B", 12.038), ("G-5.4B", 40.942), ("G-10B", 80.370), ("G-20B", 156.402))
+        for cut in ({"num_blocks": 3}, {"num_blocks": 3, "pieces": "modules"})
     ),
 )
 

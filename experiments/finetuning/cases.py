@@ -34,13 +34,16 @@ CONFIG = Path(__file__).with_name("banking77.toml")
 
 
 class Entry(NamedTuple):
-    """A row of the table. method: of `blocktrain compare`. seeds: of its best rate."""
+    """A row of the table. method: of `blocktrain compare`. seeds: of its best rate. blocks: what its blocks are called
+    where steps in them are timed."""
 
     method: str
     overrides: tuple[str, ...] = ()
     seeds: int = 1
+    blocks: str = "block"
 
 
+SMALL = "blocks.largest=5600000"  # the embedding in three, the layers in two
 BLOCKS = 'blocks.patterns=[["embedding"], ["*layer.[012]"], ["*layer.[345]", "head"]]'
 ENTRIES: dict[str, Entry] = {
     "full": Entry("full", seeds=3),
@@ -48,6 +51,12 @@ ENTRIES: dict[str, Entry] = {
     "lora": Entry("lora", ("optimizer.lr=2e-4",)),  # ten times that: of 4e-3, 8e-3 and 16e-3 the lowest was best
     "blocks, top then below": Entry(
         "bcd", (BLOCKS, "schedule.order=[2, 2, 1]", "schedule.visit=40 steps", "optimizer.state=host")
+    ),
+    "blocks, every weight": Entry(
+        "bcd",
+        (SMALL, "schedule.order=[4, 4, 4, 4, 4, 4, 3, 2, 1, 0]", "schedule.visit=12 steps", "optimizer.state=host"),
+        seeds=3,
+        blocks="part",
     ),
     "badam": Entry("badam", (BLOCKS, "schedule.order=descending", "schedule.visit=40 steps")),
 }
@@ -77,7 +86,8 @@ def cases(scale: str) -> Sequence[Case]:
     def stepped(place: Place) -> Figures:
         config = {name: _config(scale, place, entry) for name, entry in ENTRIES.items()}
         contenders = {name: _whole(name, config[name], place) for name in ("full", "lora", "badam")}
-        contenders |= _by_block(config["blocks, top then below"], place)
+        for name in ("blocks, top then below", "blocks, every weight"):
+            contenders |= _by_block(config[name], ENTRIES[name].blocks, place)
         for step in contenders.values():
             step()
         return interleaved(contenders, "full", rounds=ROUNDS[scale])
@@ -121,16 +131,16 @@ def _whole(name: str, config: RunConfig, place: Place) -> Contender:
     )
 
 
-def _by_block(config: RunConfig, place: Place) -> dict[str, Contender]:
+def _by_block(config: RunConfig, called: str, place: Place) -> dict[str, Contender]:
     """A step in each block that the schedule visits, as it is and from stored hidden states."""
     job = build(config, place.work)
     found: dict[str, Contender] = {}
     for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
         block = job.trained[index]
-        found[f"block {index}"] = steps_of(job, block)
+        found[f"{called} {index}"] = steps_of(job, block)
         level = job.partition.chain.layers.index(block.layers[0])
         if sum(len(owned) for owned in job.partition.chain.owned[1:level]):  # an embedding alone is not worth storing
-            found[f"block {index}, cached"] = steps_of(job, block, level=level)
+            found[f"{called} {index}, cached"] = steps_of(job, block, level=level)
     return found
 
 
@@ -161,7 +171,11 @@ def _row(name: str, figures: Figures, full: Figures, cost: Mapping[str, float]) 
     multiplier, time = "not reached", "not reached"
     if len(reached) == len(found):
         multiplier = spread([seen / other["tokens"] for seen, (_, other) in zip(reached, beside, strict=True)], 2)
-        spent = [time_to(name, run, seen, cost) for seen, (run, _) in zip(reached, beside, strict=True) if cost]
+        spent = [
+            time_to(name, run, seen, cost, called=ENTRIES[name].blocks)
+            for seen, (run, _) in zip(reached, beside, strict=True)
+            if cost
+        ]
         time = spread([mine / whole[0]["steps"] for mine in spent], 2) if cost else None
     trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
     return [
@@ -177,8 +191,9 @@ def _row(name: str, figures: Figures, full: Figures, cost: Mapping[str, float]) 
     ]
 
 
-def time_to(name: str, run: Figures, tokens: float, cost: Mapping[str, float]) -> float:
-    """What a run's steps cost until it had seen `tokens`, in the unit of `cost`, a step of each kind."""
+def time_to(name: str, run: Figures, tokens: float, cost: Mapping[str, float], *, called: str = "block") -> float:
+    """What a run's steps cost until it had seen `tokens`, in the unit of `cost`, a step of each kind; those in block i
+    under `called` i."""
     step = tokens * run["steps"] / run["tokens"]
     if name in cost:
         return step * cost[name]
@@ -186,9 +201,9 @@ def time_to(name: str, run: Figures, tokens: float, cost: Mapping[str, float]) -
     for (block, begun, uncached), (_, stop, _) in zip(run["visits"], [*run["visits"][1:], [0, step, 0]], strict=True):
         taken = max(min(step, stop) - begun, 0)
         without = min(taken, uncached)
-        total += without * cost[f"block {block}"]
+        total += without * cost[f"{called} {block}"]
         if taken > without:
-            total += (taken - without) * cost[f"block {block}, cached"]
+            total += (taken - without) * cost[f"{called} {block}, cached"]
     return total
 
 

@@ -39,7 +39,7 @@ def peak_case(name: str, scale: str) -> Case:
         step = StepShape(loss=lambda model: model(input_ids=tokens, labels=tokens).loss, inputs=[tokens])
         peaks = {}
         for blocks in BLOCKS if scale != "tiny" else (1, 3):
-            partition = bt.partition(model, num_blocks=blocks)
+            partition = bt.partition(model, num_blocks=blocks, pieces="modules")
             optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True)
             worst = max(predicted_peaks(optimizer, step), key=lambda peak: peak.bytes)
             peaks[str(blocks)] = {"bytes": worst.bytes, "parts": dict(worst.parts)}

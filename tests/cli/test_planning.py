@@ -101,7 +101,7 @@ def test_more_host_memory_buys_exactness(capsys: pytest.CaptureFixture[str]) -> 
     [
         {"precision": "nf4", "moments": "8bit", "largest": "60000", "frozen": "host", "loss_chunk": "8"},
         {"precision": "int8", "state": "drop", "checkpointing": "layers", "blocks": "2"},
-        {"precision": "bf16", "loss_chunk": "off", "checkpointing": "none"},
+        {"precision": "bf16", "loss_chunk": "off", "checkpointing": "none", "blocks": "3", "pieces": "modules"},
     ],
 )
 def test_the_written_configuration_holds_what_was_asked_for(
@@ -118,6 +118,7 @@ def test_the_written_configuration_holds_what_was_asked_for(
     assert loaded.memory.loss_chunk == layout["loss_chunk"]
     assert loaded.memory.checkpointing == layout["checkpointing"].replace("none", "off")
     assert loaded.blocks.largest == layout["largest"]
+    assert loaded.blocks.pieces == asked.get("pieces", "layers") == layout["pieces"]
     assert loaded.batch.micro_rows == layout["micro_rows"]
 
 
@@ -206,6 +207,7 @@ def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFix
         ({"moments": "8bit", "loss_chunk": "some"}, "--loss-chunk must be 'auto', 'off' or a number"),
         ({"largest": "100"}, "has 4096 parameters; allow at least that many"),
         ({"largest": "100000000", "blocks": "3"}, "--blocks or --largest, not both"),
+        ({"largest": "100000000", "pieces": "modules"}, "--largest takes layers apart by itself"),
         ({"provider": "nobody"}, "provider 'nobody' is unknown"),
     ],
 )

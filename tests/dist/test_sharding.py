@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 import blocktrain as bt
 from blocktrain.dist.ranks import Ranks, open_ranks
-from blocktrain.dist.sharding import Sharded, ShardingConfig
+from blocktrain.dist.sharding import Sharded, ShardedCut, ShardingConfig
 from blocktrain.errors import ConfigError
 from blocktrain.testing import run_distributed
 from blocktrain.train.checkpoint import Saved, load_checkpoint, save_checkpoint
 from blocktrain.train.progress import Progress
 
+NORM = 2 * 16  # GPT-2's last, weights and biases: with the tied embedding it is left to the model as a whole
 VOCABULARY, TOKENS, ROWS, STEPS = 32, 8, 4, 2
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -96,6 +97,18 @@ def bytes_of_a_step(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block)
     return dict(counted)
 
 
+def bytes_above_a_boundary(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block) -> list[int]:
+    """Gathered to find the hidden states below `block`, then in a step that begins with them."""
+    chain = optimizer.partition.chain
+    cut, level = ShardedCut(chain), chain.layers.index(block.layers[0])
+    rows = rows_of(0)[ranks.rank :: ranks.size]
+    counted.update(gathered=0)
+    hidden = cut.states({"input_ids": rows}, [level])[level]
+    below = counted["gathered"]
+    with cut.running(level=level, hidden=hidden):
+        return [below, bytes_of_a_step(ranks, optimizer, block)["gathered"]]
+
+
 def local_bytes(entries: dict[str, dict[str, Any]]) -> int:
     """Of the optimizer's moments, what lies here."""
     values = [value for entry in entries.values() for value in entry.values() if isinstance(value, DTensor)]
@@ -122,10 +135,12 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
             saved = Saved(progress=Progress(step=STEPS * 3), log_bytes=0, data="")
             save_checkpoint(Path(checkpoints), saved, partition=plain, trained=writer, keep=1)
         losses += sweep(ranks, optimizer, first=STEPS * 3)
-        found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": []}
+        found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": [], "cut": []}
         for block in sharded.partition:
             found["counted"].append(bytes_of_a_step(ranks, optimizer, block))
             found["scalars"].append(block.num_parameters)
+            if block.index:
+                found["cut"].append(bytes_above_a_boundary(ranks, optimizer, block))
             with optimizer.visit(block):
                 found["moments"].append(local_bytes(optimizer.in_visit.state()))
         found["all"] = sum(parameter.numel() for parameter in partition.model.parameters())
@@ -174,6 +189,19 @@ def test_only_the_active_block_is_summed(trained: tuple[str, Path, list[Any]]) -
             assert moments == 2 * 4 * scalars // 2
         gathered = [counts["gathered"] for counts in found["counted"]]
         assert gathered[0] > gathered[-1] >= 4 * found["all"], "the last block's frozen prefix is gathered once"
+
+
+def test_a_step_above_a_boundary_gathers_nothing_below_it_but_the_embedding(
+    trained: tuple[str, Path, list[Any]],
+) -> None:
+    """And a pass up to the boundary nothing above it, but what belongs with a tied head."""
+    partition = build(trained[0])[0]
+    layers = [sum(p.numel() for p in layer.values()) for layer in partition.chain.owned]
+    for found in trained[2]:
+        for block, (below, above), whole in zip(partition.blocks[1:], found["cut"], found["counted"][1:], strict=True):
+            level = partition.chain.layers.index(block.layers[0])
+            assert above <= whole["gathered"] - 4 * sum(layers[1:level])  # a backward pass may gather one ahead, too
+            assert below == 4 * sum(layers[:level]) + (0 if trained[0] == "llama" else 4 * NORM)
 
 
 def test_its_checkpoint_goes_on_in_one_process_and_in_parts(trained: tuple[str, Path, list[Any]]) -> None:

@@ -14,7 +14,7 @@ from blocktrain.optim.precision import PRESETS
 from blocktrain.plan.layout import PRECISIONS, Layout, find_precision
 from blocktrain.plan.memory import memory
 from blocktrain.plan.presets import find_model
-from blocktrain.plan.shapes import cut_up_to
+from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.train.tracked import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
@@ -68,6 +68,7 @@ SMALL = replace(find_model("l-1.5b"), layers=4, width=512, head_width=32, inner=
 MIXTURE = replace(find_model("mixtral-8x7b"), layers=2, width=512, heads=8, kv_heads=4, head_width=64, inner=512)
 MEANS: dict[str, dict[str, Any]] = {
     "streamed": {"precision": find_precision("bf16-exact"), "frozen": "host", "checkpointing": "layers"},
+    "fp32, of modules": {"pieces": "modules", "blocks": 4},
     "nf4, finer": {"precision": find_precision("nf4"), "largest": 1_000_000, "blocks": 21, "loss_chunk": 64},
 }
 
@@ -78,6 +79,26 @@ def test_a_live_case(means: str) -> None:
     layout = Layout(**{"blocks": 3, "micro_rows": 2, **MEANS[means]})
     tracked = max(tracked_peak(SMALL, layout, seq=256).values())
     assert memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "means",
+    [
+        {},
+        {"loss_chunk": 128},
+        {"micro_steps": 2},
+        {"precision": "bf16-exact", "micro_steps": 3},
+        {"largest": 2_000_000},
+    ],
+    ids=str,
+)
+def test_a_tied_embedding(means: dict[str, Any]) -> None:
+    """With so few tokens that the worst moment is one of the embedding's block, and its gradient what counts most."""
+    spec, rest = replace(SMALL, tied=True, layers=2, vocabulary=32768), dict(means)
+    micro_steps, precision = rest.pop("micro_steps", 1), find_precision(rest.pop("precision", "fp32"))
+    layout = Layout(blocks=3, precision=precision, **rest)
+    tracked = max(tracked_peak(spec, layout, seq=64, micro_steps=micro_steps).values())
+    assert memory(spec, layout, seq=64, micro_steps=micro_steps).peak == pytest.approx(tracked, rel=0.05)
 
 
 def test_precisions_are_those_of_a_run() -> None:
@@ -97,6 +118,14 @@ def test_finer_blocks_are_those_that_the_package_cuts(largest: int) -> None:
     for spec in (SMALL, replace(SMALL, tied=True), replace(find_model("gpt2"), layers=3), MIXTURE):
         cut = partition(meta_model(spec), largest=largest)
         planned = cut_up_to(spec, largest)
+        assert [sum(piece.size for piece in block) for block in planned] == [block.num_parameters for block in cut]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+def test_blocks_of_modules_are_those_that_the_package_cuts(blocks: int) -> None:
+    for spec in (SMALL, replace(SMALL, tied=True), replace(find_model("gpt2"), layers=3), MIXTURE):
+        cut = partition(meta_model(spec), blocks, pieces="modules")
+        planned = cut_into(spec, blocks)
         assert [sum(piece.size for piece in block) for block in planned] == [block.num_parameters for block in cut]
 
 

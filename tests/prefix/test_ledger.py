@@ -90,6 +90,23 @@ def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment
     assert Fingerprints(chain).at([1])[1] != before[1]
 
 
+def test_fingerprints_of_weights_in_parts_are_of_all_processes():
+    """What changed elsewhere alone is seen here too, at every level above it."""
+    chain = chain_of(model())
+    parts = {"elsewhere": "before"}
+    asked: list[str] = []
+
+    def of_all(digest: str) -> str:
+        asked.append(digest)
+        return digest + parts["elsewhere"]
+
+    before = Fingerprints(chain, together=of_all).at([1, 2])
+    assert list(before.values()) == [f"{digest}before" for digest in asked]
+    assert asked == list(Fingerprints(chain).at([1, 2]).values())
+    parts["elsewhere"] = "after"
+    assert set(Fingerprints(chain, together=of_all).at([1, 2]).values()).isdisjoint(before.values())
+
+
 def test_the_smallest_change_of_a_weight_in_any_dtype_is_seen():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         sequential = model().to(dtype)

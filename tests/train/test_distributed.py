@@ -7,7 +7,9 @@ add them in another order than four micro-batches do; what that changes is round
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -192,7 +194,9 @@ LAYOUTS = {
     "gpt2, a piece of each block": ("gpt2", [*CACHED, *LAYERS, "blocks.stages=2", "prefix.store=file"]),
     "llama, interleaved": ("llama", [*UNCACHED, *LAYERS, "distributed.pipeline=interleaved"]),
     "llama, layers, masters": ("llama", [*CACHED, *LAYERS, *HALVES, "memory.loss_chunk=8", "prefix.store=host"]),
-    "gpt2, shards": ("gpt2", [*CACHED, *SHARDS]),
+    "gpt2, shards": ("gpt2", [*UNCACHED, *SHARDS]),
+    "gpt2, shards, cached": ("gpt2", [*CACHED, *SHARDS, "prefix.store=host"]),
+    "llama, shards, cached": ("llama", [*CACHED, *SHARDS, "prefix.store=file", "schedule.order=descending"]),
     "llama, shards": ("llama", [*UNCACHED, *SHARDS, "batch.micro_rows=1"]),
     "llama, shards, halves": ("llama", [*UNCACHED, *SHARDS, *HALVES]),
 }
@@ -257,6 +261,48 @@ def test_the_cache_changes_nothing_and_each_row_is_computed_by_one_rank(runs: di
         assert len(together) == 2
         for counted in ("rows", "hits", "computed", "bytes", "stale", "damaged"):
             assert [event[counted] for event in together] == [event[counted] for event in alone]
+
+
+def test_shards_have_a_cache_too(runs: dict[int, Path]) -> None:
+    """It changes nothing; no row is computed twice, by whatever number of processes."""
+    assert learned(runs[2] / "gpt2, shards, cached") == learned(runs[2] / "gpt2, shards")
+    for name in ("gpt2, shards, cached", "llama, shards, cached"):
+        together, alone = events_of(runs[2] / name, "cached"), events_of(runs[1] / name, "cached")
+        assert len(together) == 2
+        for counted in ("rows", "hits", "computed", "bytes", "stale", "damaged"):
+            assert [event[counted] for event in together] == [event[counted] for event in alone]
+
+
+def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
+    """As it takes the first step of a visit with a cache; the warnings of this process."""
+    count_nothing_here()
+    from blocktrain.train import loop
+
+    take = loop.train_step
+
+    def step(*args: Any, **keywords: Any) -> Any:
+        if dist.get_rank() == 1 and args[1].active:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return take(*args, **keywords)
+
+    loop.train_step = step
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("blocktrain").addHandler(handler)
+    bt.run(bt.RunConfig.from_mapping(mapping), folder)
+    return said
+
+
+def test_shards_give_their_cache_up_together(runs: dict[int, Path], mapping, tmp_path: Path) -> None:
+    values = mapping("gpt2", *CACHED, *SHARDS, "prefix.store=file")
+    told = run_distributed(fill_the_disk_of_rank_1, 2, str(tmp_path / "run"), values)
+    begun = "training goes on without a prefix cache: "
+    assert [len(said) for said in told] == [1, 1]
+    assert told[0][0].startswith(f"{begun}another process cannot store or read its rows")
+    assert told[1][0].startswith(f"{begun}no room left while writing")
+    assert learned(tmp_path / "run") == learned(runs[2] / "gpt2, shards")
+    assert [event["place"] for event in events_of(tmp_path / "run", "cache")] == ["file", None]
 
 
 def test_one_process_writes_for_all(runs: dict[int, Path]) -> None:

@@ -148,6 +148,16 @@ def test_an_unreachable_part_of_the_subset_and_a_visit_that_ends_early(train: Ru
     assert learned(cached) == learned(plain)
 
 
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+def test_blocks_that_meet_inside_of_a_layer(train: Run, order: str):
+    """What is stored is what goes into the layer: its lower part, of the block below, runs as the upper one does."""
+    shared = ["blocks.patterns=none", "blocks.pieces=modules", "blocks.count=3", f"schedule.order={order}"]
+    plain, cached = (train(f"prefix.store={store}", *shared) for store in ("off", "host"))
+    assert learned(cached) == learned(plain)
+    assert len(events_of(cached, "cached")) == 4
+    assert events_of(plain, "run")[0]["blocks"][1]["first"] == "transformer.h.0.attn.c_proj"
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.004), ("int8", 0.01)])
 def test_a_lossy_store_says_what_it_loses(train: Run, dtype: str, most: float):
     plain, cached = (

@@ -132,6 +132,7 @@ def cut(job: Job) -> Any:
     return partition(
         job.model,
         num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        pieces=blocks.pieces,
         largest=blocks.largest,
         patterns=blocks.patterns,
         balance=blocks.balance,

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.blocks.checkpointing import hand_back, take_over
+from blocktrain.model.tied import join_gradients, part_gradients
 
 
 def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
@@ -26,13 +27,16 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
 
     frozen_dropout: let dropout act in frozen layers too (a prefix cache is then refused).
 
-    Hugging Face's activation checkpointing, if on, is ours until `release` (see `checkpointing.py`).
+    Until `release`, Hugging Face's activation checkpointing, if on, is ours (see `checkpointing.py`), and a tied weight
+    that is active has one gradient at a time (see `model/tied.py`).
     """
+    part_gradients(partition.model)
     take_over(partition)
     _let_inputs_be_plain(partition)
     active = {id(parameter) for parameter in block.parameters.values()}
     for parameter in partition.model.parameters():
         parameter.requires_grad_(id(parameter) in active)
+    join_gradients(partition.model)
     set_modes(partition, block, frozen_dropout=frozen_dropout)
 
 
@@ -64,6 +68,7 @@ def release(partition: Partition) -> None:
     for parameter in partition.model.parameters():
         parameter.requires_grad_(False)
         parameter.grad = None
+    part_gradients(partition.model)
     hand_back(partition)
 
 

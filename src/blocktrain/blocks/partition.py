@@ -10,13 +10,14 @@ from torch import nn
 
 from blocktrain.blocks.balance import balanced, balanced_up_to
 from blocktrain.blocks.block import Block, Partition
-from blocktrain.blocks.piece import Piece, pieces, whole_layers
+from blocktrain.blocks.piece import Piece, modules_apart, pieces_up_to, whole_layers
 from blocktrain.errors import ConfigError, PartitionError, nearest
 from blocktrain.model.chain import Chain
 from blocktrain.model.cost import layer_costs
 from blocktrain.model.detect import chain_of
 
 Balance = Literal["parameters", "flops"]
+Pieces = Literal["layers", "modules"]
 
 
 def partition(
@@ -24,19 +25,23 @@ def partition(
     num_blocks: int | None = None,
     *,
     stages: int = 1,
+    pieces: Pieces = "layers",
     largest: int | None = None,
     balance: Balance = "parameters",
     patterns: Sequence[Sequence[str]] | None = None,
     layers: Mapping[str, Sequence[str]] | None = None,
     batch: Mapping[str, Any] | None = None,
 ) -> Partition:
-    """Cut `model` into blocks: contiguous unless `stages` says otherwise, of whole layers unless `largest` does.
+    """Cut `model` into blocks: contiguous unless `stages` says otherwise, of whole layers unless `pieces` or `largest`
+    does.
 
     model: a Hugging Face causal LM, an `nn.Sequential`, `blocktrain.resnet(...)`, or any module whose `layers`
         are given as `{layer name: [dotted module paths]}` in forward order.
     num_blocks: how many blocks (M); 1 is ordinary full-parameter training.
     stages: of a pipeline (P). The chain is cut into P x M pieces, and block k has the k-th piece of every stage (the
         paper's Figure 2): each process always trains a piece and has the others frozen. 1: contiguous blocks.
+    pieces: what those blocks are made of: whole `"layers"`, or their `"modules"`, each matrix apart, so that a few
+        blocks have more nearly equal parameters (see `piece.py`).
     balance: divide so that blocks have nearly equal `"parameters"` (memory) or `"flops"` (counted forward FLOPs of
         `batch`, the keyword arguments of one forward call).
     largest: instead of `num_blocks`, the most scalars that a block may own; as few blocks as that allows. A larger
@@ -54,20 +59,35 @@ def partition(
         raise ConfigError(
             f"stages = {stages}: there is at least one, and num_blocks says how many pieces each is cut into"
         )
-    cut = whole_layers(chain) if largest is None else pieces(chain, largest)
+    if pieces == "modules" and (num_blocks is None or stages > 1 or balance != "parameters"):
+        raise ConfigError(
+            "pieces = 'modules' evens out the parameters of a number of contiguous blocks: give num_blocks, and leave "
+            "out stages and balance = 'flops'"
+        )
+    cut = _cut(chain, pieces) if largest is None else pieces_up_to(chain, largest)
     if patterns is not None:
         groups: Sequence[Sequence[int]] = _by_patterns([layer.name for layer in chain.layers], patterns)
     elif largest is not None:
         groups = balanced_up_to([piece.size for piece in cut], largest)
     else:
-        groups = _of_stages(balanced(_costs(chain, balance, batch), (num_blocks or 0) * stages), stages)
+        groups = _of_stages(balanced(_costs(chain, cut, balance, batch), (num_blocks or 0) * stages), stages)
     return Partition(chain, tuple(_block(chain, index, [cut[i] for i in group]) for index, group in enumerate(groups)))
 
 
-def _costs(chain: Chain, balance: str, batch: Mapping[str, Any] | None) -> list[float]:
+def _cut(chain: Chain, pieces: str) -> list[Piece]:
+    match pieces:
+        case "layers":
+            return whole_layers(chain)
+        case "modules":
+            return modules_apart(chain)
+        case _:
+            raise ConfigError(f"pieces '{pieces}' is unknown; {nearest(pieces, ['layers', 'modules'])}")
+
+
+def _costs(chain: Chain, cut: Sequence[Piece], balance: str, batch: Mapping[str, Any] | None) -> list[float]:
     match balance:
         case "parameters":
-            return [sum(p.numel() for p in owned.values()) for owned in chain.owned]
+            return [piece.size for piece in cut]
         case "flops":
             if batch is None:
                 raise ConfigError("balance='flops' counts one forward pass: give batch={'input_ids': ...}")

@@ -120,6 +120,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     number("--rows", 64, "rows in an optimizer step, over all cards")
     text("--method", "bcd", "bcd, full, offload, several with commas, or all", "M")
     text("--blocks", "auto", "auto, or how many", "M")
+    sub.add_argument("--pieces", choices=("layers", "modules"), default="layers", help="what blocks are made of")
     sub.add_argument("--largest", type=int, metavar="N", help="instead of --blocks: the most parameters of a block")
     text("--precision", "auto", "auto, fp32, bf16-exact, int8, nf4 or bf16", "P")
     sub.add_argument("--moments", choices=("auto", "fp32", "8bit"), default="auto", help="of AdamW")

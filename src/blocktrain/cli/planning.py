@@ -97,6 +97,7 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         usd_per_hour=None if price is None else price.usd_per_hour,
         methods=_methods(options.method),
         blocks=_blocks(options.blocks, spec.layers + 2),
+        pieces=options.pieces,
         largest=_largest(options, spec),
         precision=precision,
         moments=_chosen(options.moments),
@@ -165,6 +166,8 @@ def _largest(options: argparse.Namespace, spec: ModelSpec) -> int | None:
         return None
     if options.blocks != "auto":
         raise ConfigError("give --blocks or --largest, not both")
+    if options.pieces != "layers":
+        raise ConfigError("--pieces says what a number of blocks is made of; --largest takes layers apart by itself")
     if options.gpus * options.nodes > 1:
         raise ConfigError("blocks cut by their size are planned on one card: leave out --gpus and --nodes")
     try:

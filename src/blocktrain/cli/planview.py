@@ -195,6 +195,7 @@ def _candidate_json(outcome: Outcome, item: Candidate) -> dict[str, Any]:
         "blocks": layout.blocks,
         "precision": layout.precision.name,
         "micro_rows": layout.micro_rows,
+        "pieces": layout.pieces,
         "largest": layout.largest,
         "moments": layout.moments,
         "state": layout.state,

@@ -30,6 +30,7 @@ from blocktrain.dist.parallel import DTYPES, Active, DistributedConfig, Together
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import ConfigError
 from blocktrain.model.chain import Chain, Layer
+from blocktrain.model.cut import Cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,21 @@ def require_whole(partition: Partition) -> None:
         if block.rows:
             name = next(iter(block.rows))
             raise ConfigError(f"{block} owns rows of '{name}', which cannot be sharded; take larger blocks")
+
+
+class ShardedCut(Cut):
+    """Runs parts of a sharded model; like any forward pass of it, on all processes together.
+
+    What has begun at the model itself FSDP expects to end there. A pass that stops at a boundary begins behind it.
+    """
+
+    def _begin(self, batch: Mapping[str, Any]) -> None:
+        root = cast(FSDPModule, self.chain.model)
+        root.unshard()
+        try:
+            self.chain.model.forward(**batch)
+        finally:
+            root.reshard()
 
 
 class ShardedSteps(Together):

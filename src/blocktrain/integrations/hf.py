@@ -22,7 +22,7 @@ from transformers import Trainer
 from transformers.training_args import ParallelMode
 
 from blocktrain.blocks.block import Partition
-from blocktrain.blocks.partition import partition
+from blocktrain.blocks.partition import Pieces, partition
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
@@ -36,13 +36,14 @@ from blocktrain.units import Duration
 class Blocks:
     """What `TrainingArguments` does not say.
 
-    count, largest, patterns: how the model is cut (see `blocktrain.partition`); the last one given holds. visit: in
-    optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. span: a visit trains its "block"
-    or the "suffix" that begins with it. state: moments between visits. precision: None is `FP32` for a model in fp32
-    and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in frozen layers.
+    count, pieces, largest, patterns: how the model is cut (see `blocktrain.partition`); the last one given holds.
+    visit: in optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. span: a visit trains
+    its "block" or the "suffix" that begins with it. state: moments between visits. precision: None is `FP32` for a
+    model in fp32 and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in frozen layers.
     """
 
     count: int = 3
+    pieces: Pieces = "layers"
     largest: int | None = None
     patterns: Sequence[Sequence[str]] | None = None
     visit: Duration = Duration.steps(100)
@@ -56,7 +57,9 @@ class Blocks:
         """The partition of `model`."""
         if self.patterns is not None:
             return partition(model, patterns=self.patterns)
-        return partition(model, largest=self.largest) if self.largest else partition(model, self.count)
+        if self.largest:
+            return partition(model, largest=self.largest)
+        return partition(model, self.count, pieces=self.pieces)
 
 
 class BlockTrainerMixin:

@@ -9,7 +9,8 @@ untouched, and a copy of the model (see `fake.py`) runs what the model runs, aro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,22 @@ def arounds(module: nn.Module) -> tuple[Around, ...]:
     """What runs around `module`, the outermost last."""
     forward = module.__dict__.get("forward")
     return tuple(forward.arounds) if isinstance(forward, _Surrounded) else ()
+
+
+def as_it_is(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Nothing around: what a copy of a module gets, where the original's `around` is no concern of it."""
+    return run(*args, **kwargs)
+
+
+@contextmanager
+def standing_in(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, `module` holds `tensors` under the names of its own parameters."""
+    before = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
 
 
 class _Surrounded:

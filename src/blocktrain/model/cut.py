@@ -63,6 +63,9 @@ class Cut:
                 assert hidden is not None, "a run from a boundary needs its hidden states"
                 for module in self.bypassed(level):
                     stack.enter_context(_passing_through(module, hidden, self._tuples.get(module)))
+                for layer in self.chain.layers[1:level]:  # of the first, what looks embeddings up still runs
+                    for module in layer.modules.values():
+                        stack.enter_context(_without_hooks(module))
                 entry = self._entry(level)
                 handle = entry.register_forward_pre_hook(
                     lambda _module, args, kwargs: _replaced(args, kwargs, hidden), with_kwargs=True
@@ -103,13 +106,17 @@ class Cut:
 
         with self.running(level=level, hidden=hidden), ExitStack() as stack:
             for at in levels:
-                handle = self._entry(at).register_forward_pre_hook(catch(at), with_kwargs=True)
+                handle = self._entry(at).register_forward_pre_hook(catch(at), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
             try:
-                self.chain.model(**batch)
+                self._begin(batch)
             except _Stop:
                 return found
         raise CutError(f"the forward pass of {type(self.chain.model).__name__} did not reach layer {max(levels)}")
+
+    def _begin(self, batch: Mapping[str, Any]) -> None:
+        """A forward pass that will be stopped before its end."""
+        self.chain.model(**batch)
 
     @torch.no_grad()
     def check(self, batch: Mapping[str, Any], level: int) -> None:
@@ -178,6 +185,20 @@ def _passing_through(module: nn.Module, hidden: Tensor, length: int | None) -> I
         del module.forward
         if before is not None:
             module.forward = before
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Nobody is told of a module that does nothing: its weights, where they are in parts, are not gathered."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    before = [dict(of_kind) for of_kind in hooks]
+    for of_kind in hooks:
+        of_kind.clear()
+    try:
+        yield
+    finally:
+        for of_kind, kept in zip(hooks, before, strict=True):
+            of_kind.update(kept)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

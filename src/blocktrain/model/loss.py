@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from blocktrain.errors import ConfigError
-from blocktrain.model.around import surround
+from blocktrain.model.around import standing_in, surround
 
 PROBE_TOKENS = 7  # at a time: more than one chunk
 
@@ -88,7 +89,15 @@ class _Deferring:
 
     def __call__(self, run: Head, hidden: Tensor) -> DeferredLogits:
         trained = tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        return DeferredLogits(hidden, run, trained, self.tokens)
+        return DeferredLogits(
+            hidden, partial(_later, self.module, dict(self.module._parameters), run), trained, self.tokens
+        )
+
+
+def _later(module: nn.Module, weights: Mapping[str, Any], run: Head, hidden: Tensor) -> Tensor:
+    """With the weights that `module` held when it was put off."""
+    with standing_in(module, weights):
+        return run(hidden)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.errors import ConfigError
-from blocktrain.model.around import surround
+from blocktrain.model.around import as_it_is, surround
 from blocktrain.model.chain import Chain
 from blocktrain.model.stored import is_away, put_away, take_out
 from blocktrain.optim.packing import Packed, pack
@@ -233,11 +233,7 @@ class _Waking:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copy of the model without memory has nothing to wake."""
-        return _as_it_is
-
-
-def _as_it_is(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)
+        return as_it_is
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
         "precision": layout.precision.name,
         "text": {"source": "stdlib", "tokenizer": "bytes", "row_tokens": request.seq},
         "model": {"architecture": spec.architecture, "config": spec.settings()},
-        "blocks": {"count": layout.blocks} if layout.largest is None else {"largest": layout.largest},
+        "blocks": _blocks(layout),
         "schedule": {"order": "ascending", "visit": f"{chosen.visit_steps} steps"},
         "stop": {"duration": f"{chosen.steps} steps"},
         "prefix": {"store": {"off": "off", "device": "device", "host": "host", "disk": "file"}[layout.cache]},
@@ -55,6 +55,12 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
         values["sampling"] = {"scope": "sweep", "rate": _rate(request, chosen)}
         values["schedule"]["visit"] = f"{request.cache_epochs} epochs"
     return values
+
+
+def _blocks(layout: Layout) -> dict[str, Any]:
+    if layout.largest is not None:
+        return {"largest": layout.largest}
+    return {"count": layout.blocks} | ({"pieces": layout.pieces} if layout.pieces != "layers" else {})
 
 
 def _memory(layout: Layout) -> dict[str, Any]:

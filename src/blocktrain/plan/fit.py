@@ -22,6 +22,7 @@ from blocktrain.plan.layout import (
     Layout,
     Method,
     Moments,
+    Pieces,
     Place,
     Precision,
     State,
@@ -73,6 +74,7 @@ class Request:
     usd_per_hour: Decimal | None = None
     methods: tuple[Method, ...] = ("bcd",)
     blocks: int | None = None  # None: any
+    pieces: Pieces = "layers"  # of blocks by their number
     largest: int | None = None  # None: blocks by their number
     precision: str | None = None
     moments: Moments | None = None
@@ -194,7 +196,10 @@ def layouts(request: Request) -> Iterator[Layout]:
         for precision in _precisions(request, method):
             for pipeline in (p for p in STAGES if request.cards % p == 0 and p <= request.most_stages):
                 data = request.cards // pipeline
-                if data > request.rows or pipeline > request.spec.layers or (precision.packed and pipeline > 1):
+                if data > request.rows or pipeline > request.spec.layers:
+                    continue
+                pieces = request.pieces if method == "bcd" else "layers"
+                if pipeline > 1 and (precision.packed or pieces == "modules"):
                     continue
                 for shards in _shards(request, method, data):
                     if precision.packed and shards > 1:
@@ -203,6 +208,7 @@ def layouts(request: Request) -> Iterator[Layout]:
                         yield Layout(
                             method=method,
                             blocks=blocks,
+                            pieces=pieces,
                             precision=precision,
                             moments=request.moments or "fp32",
                             state=request.state or "host",
@@ -239,6 +245,7 @@ def saving_layouts(request: Request) -> Iterator[Layout]:
     for (blocks, largest), precision, place, kept, state in product(cuts, precisions, places, moments, states):
         yield Layout(
             blocks=blocks,
+            pieces=request.pieces if largest is None else "layers",
             largest=largest,
             precision=precision,
             moments=kept,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from blocktrain.blocks.piece import Piece as Cut
 from blocktrain.errors import ConfigError, nearest
-from blocktrain.plan.shapes import cut_up_to
+from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
 
 Method = Literal["bcd", "full", "offload"]
@@ -20,6 +20,7 @@ Tier = Literal["off", "device", "host", "disk"]
 Place = Literal["device", "host"]
 State = Literal["drop", "host"]
 Moments = Literal["fp32", "8bit"]
+Pieces = Literal["layers", "modules"]
 Role = Literal["absent", "frozen", "active"]
 MOMENT_BYTES: dict[Moments, float] = {"fp32": 8.0, "8bit": 2 * (1 + 4 / 256)}  # both of AdamW; optim/adamw8bit.py
 
@@ -66,6 +67,7 @@ class Layout:
     Under a pipeline each stage holds a contiguous piece of the layers, and a block is the union of one piece of each
     stage (the paper's Figure 2), so that every card always has something active.
 
+    pieces: what a number of blocks is made of, as `[blocks]` takes it.
     largest: blocks are cut by their size instead of their number (`blocks/piece.py`), smaller than a layer where that
         is asked for; `blocks` is then how many this makes.
     frozen, state, loss_chunk: as `[memory]` and `[optimizer]` of a run take them.
@@ -73,6 +75,7 @@ class Layout:
 
     method: Method = "bcd"
     blocks: int = 3
+    pieces: Pieces = "layers"
     largest: int | None = None
     precision: Precision = FP32
     moments: Moments = "fp32"
@@ -94,8 +97,8 @@ class Layout:
         for key in ("blocks", "micro_rows", "data", "pipeline", "shards"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
-        if self.largest is not None and self.pipeline > 1:
-            raise ConfigError("blocks cut by their size are planned without a pipeline")
+        if (self.largest is not None or self.pieces == "modules") and self.pipeline > 1:
+            raise ConfigError("blocks cut inside of layers are planned without a pipeline")
 
     @property
     def cards(self) -> int:
@@ -200,11 +203,11 @@ def _inner(spec: ModelSpec, part: range) -> range:
 
 
 @lru_cache(maxsize=256)
-def _pieces_up_to(spec: ModelSpec, largest: int) -> tuple[Piece, ...]:
-    """Of each visit to the blocks that `largest` makes."""
+def _cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[Piece, ...]:
+    """Of each visit to the blocks that `largest`, or else `pieces = "modules"`, makes."""
     return tuple(
         _piece(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), _owned(spec, cut))
-        for cut in cut_up_to(spec, largest)
+        for cut in (cut_into(spec, blocks) if largest is None else cut_up_to(spec, largest))
     )
 
 
@@ -228,11 +231,11 @@ def _owned(spec: ModelSpec, cut: Sequence[Cut]) -> Owned:
 
 @lru_cache(maxsize=4096)
 def visits(
-    spec: ModelSpec, blocks: int, pipeline: int, largest: int | None
+    spec: ModelSpec, blocks: int, pipeline: int, largest: int | None, pieces: Pieces = "layers"
 ) -> tuple[tuple[tuple[Piece, ...], int], ...]:
     """What the stages see in a visit, and in how many visits of a sweep they see it."""
-    if largest is not None:
-        counted = Counter((piece,) for piece in _pieces_up_to(spec, largest))
+    if largest is not None or pieces == "modules":
+        counted = Counter((piece,) for piece in _cut_inside(spec, blocks, largest))
     else:
         stages = cut_evenly(spec, range(spec.layers + 2), pipeline)
         counted = Counter(tuple(piece_of(spec, blocks, block, stage) for stage in stages) for block in range(blocks))
@@ -274,11 +277,13 @@ def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=4096)
-def worst_pieces(spec: ModelSpec, blocks: int, pipeline: int, largest: int | None) -> tuple[Piece, ...]:
+def worst_pieces(
+    spec: ModelSpec, blocks: int, pipeline: int, largest: int | None, pieces: Pieces = "layers"
+) -> tuple[Piece, ...]:
     """What a card may see, over all visits and stages. Of those that differ in the layers around the active ones alone
     those with most above and with most below are enough: memory grows with either."""
     alike: dict[tuple[object, ...], list[Piece]] = {}
-    for stages, _ in visits(spec, blocks, pipeline, largest):
+    for stages, _ in visits(spec, blocks, pipeline, largest, pieces):
         for piece in stages:
             kind = (piece.active, piece.prefix + piece.tail, piece.embedding, piece.head, piece.owned)
             alike.setdefault(kind, []).append(piece)

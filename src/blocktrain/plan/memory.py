@@ -4,7 +4,7 @@ A step is a few moments, of which one is the worst:
 
     loss        everything kept is alive, and the logits three times over in fp32
     backward    top layer: everything kept    lower: kept memory falls, gradients of the active layers grow
-    embedding   all gradients; a tied one is made twice, and added into a third
+    embedding   all gradients; a tied one's is the head's, which has waited since the loss (model/tied.py)
     update      gradients and moments, no activations
 
 Kept memory and gradients are linear in the layer, so the moments between need not be looked at.
@@ -58,7 +58,7 @@ def memory(spec: ModelSpec, layout: Layout, *, seq: int, in_flight: int = 1, mic
     step; from the second on the gradients of the first are there all the time, and sums are in fp32.
     """
     worst: tuple[float, str, dict[str, float]] = (0.0, "", {})
-    for piece in worst_pieces(spec, layout.blocks, layout.pipeline, layout.largest):
+    for piece in worst_pieces(spec, layout.blocks, layout.pipeline, layout.largest, layout.pieces):
         step = _Step(spec, layout, piece, seq=seq, in_flight=in_flight, micro_steps=micro_steps)
         for moment, parts in step.moments():
             total = sum(parts.values())
@@ -111,6 +111,7 @@ class _Step:
         self.waiting = (in_flight - 1) * (self.kept.layers + self.kept.head) + self.kept.cached_row
         self.awake = _Awake(spec, layout, piece)
         self.row = float(spec.width * self.dtype * self.tokens)
+        self.tied = spec.tied and piece.embedding == "active" and piece.head != "absent"
         self.inner = float(spec.inner * spec.experts_used * self.dtype * self.tokens)
         shards, offloaded = layout.shards, layout.method == "offload"
         if offloaded:
@@ -150,16 +151,22 @@ class _Step:
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """The moments that can be the worst, with their parts."""
-        spec, piece, kept, awake = self.spec, self.piece, self.kept, self.awake
+        piece, kept, awake = self.piece, self.kept, self.awake
         head = self._head_scalars()
         if piece.head != "absent":
             yield from self._loss(head)
         layer_workspace = 2 * self.row + 2 * self.inner
         arriving = self._arriving()
+        of_head = float(self.dtype * head) if self.tied and self.several else 0.0  # beside the sum it will be added to
         top = self.waiting + kept.layers + kept.recomputed
         yield (
             "backward, top layer",
-            self._at(top, gradients=head, workspace=layer_workspace, woken=awake.tail_running + awake.kept_tail),
+            self._at(
+                top,
+                gradients=head,
+                workspace=layer_workspace + of_head,
+                woken=awake.tail_running + awake.kept_tail,
+            ),
         )
         if piece.active:
             below = self.waiting + kept.lowest_active + kept.recomputed
@@ -168,17 +175,15 @@ class _Step:
                 self._at(
                     below,
                     gradients=head + piece.owned.layers,
-                    workspace=layer_workspace + arriving,
+                    workspace=layer_workspace + arriving + of_head,
                     woken=awake.active_running,
                 ),
             )
         if piece.embedding == "active":
-            # The engine adds head's and embedding's gradient into a third tensor.
-            more = 3 if self.several else 2
-            again = more * self.dtype * spec.vocabulary * spec.width if self._tied_early() else arriving
+            rows = (1 + self.tied) * self.row  # a gradient for each token, and for each row of the table that occurs
             yield (
                 "backward, embedding",
-                self._at(self.waiting, gradients=self.active, workspace=float(again) + self.row, woken=awake.idle),
+                self._at(self.waiting, gradients=self.active, workspace=arriving + rows, woken=awake.idle),
             )
         yield "update", self._at(0.0, gradients=self.active, workspace=self._updating(), woken=awake.idle)
         if piece.prefix and self.layout.cache == "off":
@@ -193,7 +198,8 @@ class _Step:
         spec, kept, dtype = self.spec, self.waiting + self.kept.layers + self.kept.head, self.dtype
         chunk = self.layout.loss_chunk
         matrix = spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0
-        arriving = dtype * matrix if self.several or self.piece.owned.cut else 0
+        whole_beside_rows = self.piece.owned.cut and not self.tied  # a tied one's is whole in either
+        arriving = dtype * matrix if self.several or whole_beside_rows else 0
         woken = self.awake.head_running + self.awake.kept_tail
         if chunk is None:
             logits = spec.vocabulary * self.tokens
@@ -216,12 +222,9 @@ class _Step:
             self._at(kept, gradients=head, workspace=2 * self.row + (2 * dtype - self.gradient) * matrix, woken=woken),
         )
 
-    def _tied_early(self) -> bool:
-        return self.spec.tied and self.piece.embedding == "active" and self.piece.head != "absent"
-
     def _head_scalars(self) -> int:
         """Whose gradient the head's backward pass makes."""
-        return self.spec.vocabulary * self.spec.width if self._tied_early() else self.piece.owned.head
+        return self.spec.vocabulary * self.spec.width if self.tied else self.piece.owned.head
 
     def _arriving(self) -> float:
         """Of the parameter whose gradient is made: what is there before it is added, or cut to the block's rows; the

@@ -9,8 +9,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, cast
 
-from blocktrain.blocks.balance import balanced_up_to
-from blocktrain.blocks.piece import Piece, pieces
+from blocktrain.blocks.balance import balanced, balanced_up_to
+from blocktrain.blocks.piece import Piece, modules_apart, pieces_up_to
 from blocktrain.plan.spec import ModelSpec
 
 
@@ -43,11 +43,11 @@ class Shapes:
 @lru_cache(maxsize=256)
 def shapes(spec: ModelSpec) -> Shapes:
     """Of a whole model: embedding, transformer layers, head."""
-    table = {"embed": (spec.vocabulary, spec.width)}
+    table = {"embed.weight": (spec.vocabulary, spec.width)}
     if spec.family == "gpt2":
-        table["positions"] = (spec.positions, spec.width)
+        table["positions.weight"] = (spec.positions, spec.width)
     norm = {"norm.weight": (spec.width,)} | ({"norm.bias": (spec.width,)} if spec.family == "gpt2" else {})
-    head = norm | ({} if spec.tied else {"lm_head": (spec.vocabulary, spec.width)})
+    head = norm | ({} if spec.tied else {"lm_head.weight": (spec.vocabulary, spec.width)})
     inner = _gpt2_layer(spec) if spec.family == "gpt2" else _llama_layer(spec)
     names = ["embedding", *(f"layers.{index}" for index in range(spec.layers)), "head"]
     tables = [table, *[inner] * spec.layers, head]
@@ -100,6 +100,13 @@ def _llama_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=64)
 def cut_up_to(spec: ModelSpec, largest: int) -> tuple[tuple[Piece, ...], ...]:
     """The blocks that `partition(model, largest=...)` makes; raises `PartitionError` as it does."""
-    cut = pieces(cast(Any, shapes(spec)), largest)
+    cut = pieces_up_to(cast(Any, shapes(spec)), largest)
     groups = balanced_up_to([piece.size for piece in cut], largest)
     return tuple(tuple(cut[index] for index in group) for group in groups)
+
+
+@lru_cache(maxsize=256)
+def cut_into(spec: ModelSpec, blocks: int) -> tuple[tuple[Piece, ...], ...]:
+    """The blocks that `partition(model, blocks, pieces="modules")` makes; raises `PartitionError` as it does."""
+    cut = modules_apart(cast(Any, shapes(spec)))
+    return tuple(tuple(cut[index] for index in group) for group in balanced([piece.size for piece in cut], blocks))

@@ -76,7 +76,7 @@ def _works(spec: ModelSpec, dtype: int, seq: int) -> tuple[Work, Work, Work]:
 def step_time(spec: ModelSpec, layout: Layout, setting: Setting) -> StepTime:
     """Seconds of one optimizer step over `setting.rows` rows."""
     parts, flops, count = dict.fromkeys(PARTS, 0.0), 0.0, 0
-    for stages, times in visits(spec, layout.blocks, layout.pipeline, layout.largest):
+    for stages, times in visits(spec, layout.blocks, layout.pipeline, layout.largest, layout.pieces):
         visit = _visit(spec, layout, setting, stages)
         for part in PARTS:
             parts[part] += times * visit[part]

@@ -50,7 +50,7 @@ class Statistics:
 
 
 @dataclass(eq=False)
-class _Shelf:
+class Shelf:
     """A store and the ledger of what is in it."""
 
     layout: Layout
@@ -58,6 +58,7 @@ class _Shelf:
     ledger: Ledger
 
     def close(self, *, keep_files: bool = False) -> None:
+        """Both of them."""
         self.store.close(keep_files=keep_files)
         self.ledger.close(keep_files=keep_files)
 
@@ -87,7 +88,7 @@ class PrefixCache:
         self._levels = None if levels is None else sorted(levels)
         self._key: Key = {}
         self._dtype = torch.float32
-        self._shelves: dict[str, _Shelf] = {}
+        self._shelves: dict[str, Shelf] = {}
         self._current = ""  # the shelf in use where there is one for all levels
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocktrain-prefetch")
         self._coming: tuple[np.ndarray, Future[Fields]] | None = None
@@ -169,8 +170,9 @@ class PrefixCache:
         shelf = self._shelf(self.level)
         here = shelf.ledger.levels[slots] == self.level
         parts = [(np.flatnonzero(here), self._read(shelf, slots[here]))] if here.any() else []
-        for at, source in self._sources(slots, ~here):
-            parts.append((at, self._compute(source, slots[at], _rows_of(batch, at, len(slots)))))
+        for at, (level, shelf) in self._sources(slots, ~here):
+            hidden = None if shelf is None else self._read(shelf, slots[at])
+            parts.append((at, self._compute(level, hidden, slots[at], _rows_of(batch, at, len(slots)))))
         self.statistics.fill_seconds += time.perf_counter() - start
         if len(parts) == 1:
             return parts[0][1]
@@ -208,10 +210,10 @@ class PrefixCache:
             self._side.join()
             self._coming = None
 
-    def _read(self, shelf: _Shelf, slots: np.ndarray) -> Tensor:
+    def _read(self, shelf: Shelf, slots: np.ndarray) -> Tensor:
         return self._decoded(self._fetched(shelf, slots))
 
-    def _fetched(self, shelf: _Shelf, slots: np.ndarray) -> Fields:
+    def _fetched(self, shelf: Shelf, slots: np.ndarray) -> Fields:
         """On their way to the device, beside what it computes; in the background, in the reader's thread."""
         return {name: self._side.to_device(rows) for name, rows in shelf.store.read(slots).items()}
 
@@ -219,13 +221,13 @@ class PrefixCache:
         self._side.join()
         return self.encoding.decode(fields, self._dtype)
 
-    def _sources(self, slots: np.ndarray, wanted: np.ndarray) -> list[tuple[np.ndarray, tuple[int, _Shelf | None]]]:
-        """Positions in `slots` grouped by the highest level below the visit's that is stored of them."""
+    def _sources(self, slots: np.ndarray, wanted: np.ndarray) -> list[tuple[np.ndarray, tuple[int, Shelf | None]]]:
+        """Positions in `slots` grouped by the highest level up to the visit's that is stored of them."""
         best = np.zeros(len(slots), np.int32)
         names = np.full(len(slots), "", object)
         for name, shelf in self._shelves.items():
             levels = shelf.ledger.levels[slots]
-            better = wanted & (levels > best) & (levels < self.level)
+            better = wanted & (levels > best) & (levels <= self.level)
             best[better], names[better] = levels[better], name
         groups = sorted({(int(best[i]), str(names[i])) for i in np.flatnonzero(wanted)})
         return [
@@ -233,10 +235,8 @@ class PrefixCache:
             for level, name in groups
         ]
 
-    def _compute(self, source: tuple[int, _Shelf | None], slots: np.ndarray, batch: Batch) -> Tensor:
-        """Run `batch` from a stored level, or from its inputs, up to the visit's level; store what it passes."""
-        level, shelf = source
-        hidden = None if shelf is None else self._read(shelf, slots)
+    def _compute(self, level: int, hidden: Tensor | None, slots: np.ndarray, batch: Batch) -> Tensor:
+        """Run `batch` from `hidden` at `level` (0: its inputs) up to the visit's level; store what it passes."""
         targets = [self.level] if self._levels is None else [at for at in self._levels if level < at <= self.level]
         states = self.cut.states(batch, targets, level=level, hidden=hidden)
         result = states[self.level]
@@ -252,13 +252,12 @@ class PrefixCache:
         self.statistics.layers_run[run] = self.statistics.layers_run.get(run, 0) + len(slots)
         return result
 
-    @staticmethod
-    def _put(shelf: _Shelf, slots: np.ndarray, level: int, fields: Fields) -> None:
+    def _put(self, shelf: Shelf, slots: np.ndarray, level: int, fields: Fields) -> None:
         shelf.ledger.unmark(slots)
         shelf.store.write(slots, fields)
         shelf.ledger.mark(slots, level, fields)
 
-    def _shelf(self, level: int) -> _Shelf:
+    def _shelf(self, level: int) -> Shelf:
         return self._shelves[self._shelf_name(level)]
 
     def _shelf_name(self, level: int) -> str:
@@ -281,7 +280,7 @@ class PrefixCache:
         except StorageError:
             store.close()
             raise
-        self._shelves[name] = _Shelf(layout, store, ledger)
+        self._shelves[name] = Shelf(layout, store, ledger)
         if store.folder is not None:
             self.statistics.damaged += ledger.refuse_damaged(store)
 

@@ -15,12 +15,13 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from blocktrain.errors import storage_errors
 from blocktrain.model.chain import Chain, Layer
@@ -38,11 +39,13 @@ class Fingerprints:
     """For each level, SHA-256 of every parameter and buffer of the layers below it, in forward order.
 
     A layer is read once, when a level above it is first asked for. So one of these is good until a weight changes, and
-    whoever starts a visit has one.
+    whoever starts a visit has one. together: of weights that are in parts, from the digest of this process's the one of
+    all; then every process must ask for the same levels.
     """
 
-    def __init__(self, chain: Chain):
+    def __init__(self, chain: Chain, *, together: Callable[[str], str] = str):
         self._chain = chain
+        self._together = together
         self._digest = hashlib.sha256()
         self._found = [self._digest.hexdigest()]  # by level, as far as has been read
 
@@ -51,7 +54,7 @@ class Fingerprints:
         wanted = sorted(level for level in set(levels) if level < len(self._chain.layers))
         for layer in self._chain.layers[len(self._found) - 1 : wanted[-1] if wanted else 0]:
             self._read(layer)
-            self._found.append(self._digest.hexdigest())
+            self._found.append(self._together(self._digest.hexdigest()))
         return {level: self._found[level] for level in wanted}
 
     def _read(self, layer: Layer) -> None:
@@ -59,7 +62,8 @@ class Fingerprints:
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
                 self._digest.update(name.encode())
                 for part in stored_as(tensor):  # of resting weights, their packed form
-                    self._digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    here = part.to_local() if isinstance(part, DTensor) else part
+                    self._digest.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class Ledger:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blocktrain.blocks.checkpointing import Boundaries
-from blocktrain.blocks.partition import Balance
+from blocktrain.blocks.partition import Balance, Pieces
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
@@ -43,6 +43,8 @@ class BlocksConfig:
 
     count: how many blocks (M); 1 is full-parameter training.
     stages: of a pipeline; each block then has a piece of every stage (the paper's Figure 2), 1: it is contiguous.
+    pieces: what they are made of: whole layers, or their modules, each matrix apart, so that a few blocks are more
+        nearly equal.
     largest: instead, the most parameters that a block may have; as few blocks as that allows. A larger layer comes
         apart into its modules, a larger matrix into ranges of rows.
     balance: what is divided evenly: parameters, which decide memory, or counted forward FLOPs.
@@ -52,6 +54,7 @@ class BlocksConfig:
 
     count: int = 3
     stages: int = 1
+    pieces: Pieces = "layers"
     largest: int | None = None
     balance: Balance = "parameters"
     patterns: tuple[tuple[str, ...], ...] | None = None

@@ -103,6 +103,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         model,
         num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
         stages=blocks.stages,
+        pieces=blocks.pieces,
         largest=blocks.largest,
         patterns=blocks.patterns,
         balance=blocks.balance,

@@ -67,13 +67,16 @@ class Loop:
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
         checkpoint written; any other error leaves the last checkpoint as it was."""
-        saved = self._restore()
-        self._started = time.perf_counter() - self.progress.seconds
+        started = time.perf_counter()
+        newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
+        opening, logged = self._opening(resumed=bool(newest))
+        saved = self._restore(newest[0]) if newest else 0  # after steps were rehearsed: nothing of them is left
+        self._started = started - self.progress.seconds
         if self.job.ranks.is_first:
             self._log = EventLog(self.folder.events, length=saved)
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
-            self._open(resumed=saved > 0)
+            self._open(opening, logged=logged)
             if self.job.ranks.is_first:
                 self.folder.replace_config(self.job.config)  # of a run that was moved, now that it can be
             saving = saving_memory(self.job.partition, self.job.config.memory)
@@ -82,15 +85,14 @@ class Loop:
         finally:
             self._log.close()
 
-    def _open(self, *, resumed: bool) -> None:
-        """The opening records: decided and counted at the start, read back from the log later. Then the work is laid
-        out over the processes; until here, each has all of it."""
-        logged = self.job.ranks.first(
-            lambda: logged_opening(self.folder.events, self.job, self.method) if resumed else []
-        )
-        opening = logged or self.job.ranks.first(lambda: opening_events(self.job, self.method))
-        if resumed and not logged:
-            self._restore()  # again: what counts and rehearses steps may leave no moments behind
+    def _opening(self, *, resumed: bool) -> tuple[list[Event], bool]:
+        """The opening records, decided and counted at the start, and whether they are in the log already."""
+        ranks = self.job.ranks
+        logged = ranks.first(lambda: logged_opening(self.folder.events, self.job, self.method) if resumed else [])
+        return logged or ranks.first(lambda: opening_events(self.job, self.method)), bool(logged)
+
+    def _open(self, opening: Sequence[Event], *, logged: bool) -> None:
+        """Lay the work out over the processes, as the opening records say; until here, each has all of it."""
         told = {event["kind"]: event for event in opening}
         micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
         self.job = replace(self.job, micro_rows=micro_rows)
@@ -260,12 +262,9 @@ class Loop:
         saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
         write_checkpoint(self._layout, self.folder.checkpoints, saved, keep=self.job.config.checkpoint.keep)
 
-    def _restore(self) -> int:
-        """Load the newest checkpoint; returns the length of the log then, 0 for a fresh start."""
-        newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
-        if not newest:
-            return 0
-        found = self.folder.checkpoints / newest[0]
+    def _restore(self, name: str) -> int:
+        """Load a checkpoint; returns the length of the log then."""
+        found = self.folder.checkpoints / name
         saved = load_checkpoint(found, self.job.partition, self.job.optimizer)
         if saved.data != self.job.task.fingerprint:
             raise CheckpointError(

@@ -4,23 +4,20 @@ The cache never decides what is learned: with `dtype = "compute"` a run has the 
 without it, and when it breaks down half-way (a full disk), bit for bit in fp32 on a CPU.
 
 Of several ranks each fills and reads the slots of its own rows, so no hidden states travel. Rank 0 decides for all.
+Where the ranks can only run layers together (FSDP2), they also fill together, and give the cache up together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import transformers
 from torch import Tensor
 
 from blocktrain.blocks.block import Block
@@ -32,12 +29,12 @@ from blocktrain.model.cut import Cut, CutError
 from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
 from blocktrain.prefix.encoding import Encoding
-from blocktrain.prefix.ledger import Fingerprints, Key
-from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store, layout_of, slot_bytes
+from blocktrain.prefix.ledger import Fingerprints
+from blocktrain.prefix.store import layout_of, slot_bytes
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
-from blocktrain.train.job import Job, in_parts
-from blocktrain.train.task import to_device
+from blocktrain.train.job import Job
+from blocktrain.train.storing import cut_of, fill_ahead, fingerprints, key_of, new_cache, sample
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +52,14 @@ class PrefixedSteps:
         self._mine = folder / "prefix" / f"rank-{job.ranks.rank}"  # of a file store
         self.broken: str | None = None  # why caching was given up for the rest of the run
         self._forward = [flops / job.pace.rows_per_step for flops in forward_flops]  # of each layer, one row
-        self._cut = Cut(job.partition.chain)
+        self._cut = cut_of(job)
         self._levels = {block.index: _level(job, block) for block in job.partition}
         self._cache: PrefixCache | None = None
         self._place: Place = "host"
         self._rates: Rates | None = None  # measured once, when first asked for
         self._choice: Choice | None = None
         self._flops_per_second = float("inf")
+        self._row_bytes = 0  # of a row's stored states
         self._saved = 0  # FLOPs, in a visit whose cache was given up
         self._told = 0  # FLOPs of the visit that `newly_saved` has told of
         self.level = 0  # the boundary below the current visit's block
@@ -77,13 +75,17 @@ class PrefixedSteps:
         decided: that record, for a visit that is resumed: its rows lie where it says.
         """
         self._choice, self._saved, self._told = None, 0, 0
-        self._now = Fingerprints(self._cut.chain)
+        self._now = fingerprints(self.job, self._levels.values())
         level = self.level = self._levels[visit.block.index]
-        if self._cache is not None and not self._cache.holds(_key_of(self.job, visit)):
+        if self._cache is not None and not self._cache.holds(key_of(self.job, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
         if level == 0 or self.job.config.prefix.store == "off":
             return None
-        choice = self.job.ranks.first(lambda: self._choose(visit, level, decided))
+        refused = _refusal(self.job)
+        if refused is None and self.job.ranks.first(lambda: self.broken is None):
+            self._look(visit, level)
+        choice = self.job.ranks.first(lambda: self._choose(visit, level, refused, decided))
+        self._given_up = None  # the record has it
         if choice is None:
             return None
         if choice["place"] is not None and self.broken is None:
@@ -177,28 +179,38 @@ class PrefixedSteps:
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
-    def _choose(self, visit: Visit, level: int, decided: Event | None) -> dict[str, Any] | None:
+    def _look(self, visit: Visit, level: int) -> None:
+        """Check the cut, measure FLOPs per second of the prefix and the size of what is stored."""
+        micro_rows = self.job.micro_rows
+        try:
+            self._cut.check(sample(self.job, visit, 1), level)
+            seconds, states = _pass(self._cut, sample(self.job, visit, micro_rows), level)
+        except CutError as error:
+            self._give_up(error)
+            return
+        self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
+        self._row_bytes = slot_bytes(layout_of(Encoding(self.job.config.prefix.dtype).encode(states)))
+
+    def _choose(self, visit: Visit, level: int, refused: str | None, decided: Event | None) -> dict[str, Any] | None:
         """The fields of a `Choice`, decided anew or as the record `decided` has them; None where there is nothing to
         decide any more."""
         if self.broken is not None:
-            return None
-        reason = _refusal(self.job)
-        if reason is not None:
-            return {"place": None, "reason": reason}
+            if self._given_up is None:
+                return None
+            refused = self._given_up
+        if refused is not None:
+            return {"place": None, "reason": refused}
+        if decided is not None:
+            return {"place": decided["place"], "reason": decided["reason"]}
         try:
-            self._measure_rate(visit, level)
-            if decided is not None:
-                return {"place": decided["place"], "reason": decided["reason"]}
             return asdict(self._decide(visit, level))
-        except (CutError, StorageError) as error:
+        except StorageError as error:
             self._give_up(error)
-            reason, self._given_up = self.broken, None
-            return {"place": None, "reason": reason}
+            return {"place": None, "reason": self.broken}
 
     def _decide(self, visit: Visit, level: int) -> Choice:
         """Count, measure, choose."""
         job, config = self.job, self.job.config.prefix
-        states = self._cut.states(_sample(self.job, visit, 1), [level])[level]
         kept = len([at for at in self._kept() or (level,) if at <= level])
         free: dict[Place, float] = free_bytes(job.device, self.folder)
         shared_by: dict[Place, int] = {"device": 1, "host": job.ranks.local_size, "file": job.ranks.size}
@@ -211,7 +223,7 @@ class PrefixedSteps:
         facts = Facts(
             needs=self._needs(visit, level),
             num_slots=job.rows.num_slots,
-            row_bytes=slot_bytes(layout_of(Encoding(config.dtype).encode(states))),
+            row_bytes=self._row_bytes,
             boundaries=kept,
             flops_per_second=self._flops_per_second,
             read_bytes_per_second=self._rates.read,
@@ -220,18 +232,11 @@ class PrefixedSteps:
         )
         return choose(facts, config.store)
 
-    def _measure_rate(self, visit: Visit, level: int) -> None:
-        """FLOPs per second of the prefix, on a micro-batch."""
-        self._cut.check(_sample(self.job, visit, 1), level)
-        micro_rows = self.job.micro_rows
-        seconds = _pass_seconds(self._cut, _sample(self.job, visit, micro_rows), level)
-        self._flops_per_second = max(1.0, micro_rows * self._flops(0, level) / seconds)
-
     def _needs(self, visit: Visit, level: int) -> list[Need]:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
         uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.ranks.size / job.rows.num_slots
-        key = _key_of(job, visit)
+        key = key_of(job, visit)
         held = {0: 1} if self._cache is None else self._cache.held(level, key=key, now=self._now)
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [Need(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
@@ -263,32 +268,15 @@ class PrefixedSteps:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _open_cache(self, visit: Visit, level: int, place: Place) -> None:
-        config = self.job.config.prefix
         if self._cache is not None and place != self._place:
             self._cache.close()
             self._cache = None
         self._place = place
         if self._cache is None:
-            self._cache = PrefixCache(
-                self._cut,
-                num_slots=self.job.rows.num_slots,
-                encoding=Encoding(config.dtype),
-                make_store=_store(place, self._mine, self.job.device),
-                levels=self._kept(),
-            )
-        self._cache.open(level, key=_key_of(self.job, visit), sample=_sample(self.job, visit, 1), now=self._now)
-        if config.fill == "ahead":
-            self._fill_ahead(visit)
-
-    def _fill_ahead(self, visit: Visit) -> None:
-        """Compute every row before the first step, in batches of `fill_rows` and no gradients."""
-        assert self._cache is not None
-        subset = self.job.rows.subset(visit=visit.index, sweep=visit.sweep)
-        for start in range(0, self.job.rows.num_slots, self.job.rows.stored_rows):  # one variant after another
-            missing = self._cache.missing(np.arange(start, start + self.job.rows.stored_rows))
-            for at in range(0, len(missing), self.job.config.prefix.fill_rows):
-                rows = self.job.rows.slot_rows(missing[at : at + self.job.config.prefix.fill_rows], subset=subset)
-                self._cache.fill(rows.slots, _batch(self.job, rows))
+            self._cache = new_cache(self.job, self._cut, place, folder=self._mine, levels=self._kept())
+        self._cache.open(level, key=key_of(self.job, visit), sample=sample(self.job, visit, 1), now=self._now)
+        if self.job.config.prefix.fill == "ahead":
+            fill_ahead(self.job, self._cache, visit)
 
     def _flops(self, start: int, end: int) -> float:
         """Of one row's forward pass through layers [start, end)."""
@@ -304,24 +292,10 @@ class PrefixedSteps:
             self._cache = None
 
 
-def _store(place: Place, folder: Path, device: torch.device) -> Callable[[str, int, Layout], Store]:
-    """What makes a store there, given a name in `folder`, a number of slots and what is in one."""
-    match place:
-        case "file":
-            return lambda name, slots, layout: FileStore(folder / name, slots, layout)
-        case "device":
-            return lambda _, slots, layout: MemoryStore(slots, layout, device=device)
-        case "host":
-            pin = device.type == "cuda"
-            return lambda _, slots, layout: MemoryStore(slots, layout, device=torch.device("cpu"), pin=pin)
-
-
 def _refusal(job: Job) -> str | None:
     """Why the prefix of this run cannot be stored at all."""
     if job.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-    if in_parts(job.config, job.ranks):
-        return "refused: sharded layers run on all processes together, and a prefix only where rows are missing"
     if job.task.augmented and job.config.sampling.variants is None:
         return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
     return None
@@ -354,41 +328,19 @@ def _one_after_another(before: Event, now: Event) -> Event:
     return {**now, **sums, "encoding_error": max(before["encoding_error"], now["encoding_error"])}
 
 
-def _sample(job: Job, visit: Visit, rows: int) -> dict[str, Tensor]:
-    """A batch of the first rows that a visit stores."""
-    slots = np.arange(min(rows, job.rows.stored_rows))
-    subset = job.rows.subset(visit=visit.index, sweep=visit.sweep)
-    return _batch(job, job.rows.slot_rows(slots, subset=subset))
-
-
-def _batch(job: Job, rows: StepRows) -> dict[str, Tensor]:
-    return to_device(job.task.train.batch(rows.rows, variant=rows.variant), job.device)
-
-
 def _level(job: Job, block: Block) -> int:
     """The boundary below a block's first layer."""
     return job.partition.chain.layers.index(block.layers[0])
 
 
-def _pass_seconds(cut: Cut, batch: Mapping[str, Tensor], level: int) -> float:
-    """Of the prefix on a batch; the better of two passes."""
-    device, best = next(iter(batch.values())).device, float("inf")
+def _pass(cut: Cut, batch: Mapping[str, Tensor], level: int) -> tuple[float, Tensor]:
+    """Seconds of the prefix on a batch, the better of two passes, and the states at its end."""
+    device, best, states = next(iter(batch.values())).device, float("inf"), None
     for _ in range(2):
         synchronize(device)
         start = time.perf_counter()
-        cut.states(batch, [level])
+        states = cut.states(batch, [level])[level]
         synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _key_of(job: Job, visit: Visit) -> Key:
-    """What is in the slots: which rows, of which data, augmented how, computed by which code."""
-    subset = job.rows.subset(visit=visit.index, sweep=visit.sweep)
-    return {
-        "rows": hashlib.sha256(job.rows.subset_indices(subset).tobytes()).hexdigest(),
-        "data": job.task.fingerprint,
-        "first_variant": subset * (job.config.sampling.variants or 0),
-        "transformers": transformers.__version__,
-        "rank": [job.ranks.rank, job.ranks.size],  # whose slots these are
-    }
+    assert states is not None
+    return best, states

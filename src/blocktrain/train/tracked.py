@@ -46,7 +46,9 @@ def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int 
     """Peak bytes on one card of a visit's second step, by block: the first, a middle one, the largest and the last."""
     fake = fake_copy(meta_model(spec))
     by_number = layout.largest is None
-    partition = cut_into_blocks(fake.model, num_blocks=layout.blocks if by_number else None, largest=layout.largest)
+    partition = cut_into_blocks(
+        fake.model, num_blocks=layout.blocks if by_number else None, pieces=layout.pieces, largest=layout.largest
+    )
     options: dict[str, Any] = {"fused": True} if layout.moments == "fp32" else {}
     memory = MemoryConfig(
         frozen=layout.frozen,
