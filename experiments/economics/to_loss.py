@@ -73,7 +73,7 @@ def scratch(name: str, file: str) -> Measured:
     return Measured(name=name, source=f"ablations/{file}", blocks=3, values=values, reached=reached)
 
 
-def tuning(name: str, method: str) -> Measured:
+def tuning(name: str, method: str, blocks: int) -> Measured:
     """A method of the fine-tuning experiment that reached full training's loss."""
     results = json.loads((EXPERIMENTS / "finetuning" / "result.json").read_text())
     found = {record["case"]: record["figures"] for record in results.values() if record["scale"].startswith("1,000")}
@@ -81,7 +81,7 @@ def tuning(name: str, method: str) -> Measured:
     values = [
         _tokens(full["curve"][-1][1], [point[:2] for point in mine["curve"]]) / full["tokens"] for mine, full in beside
     ]
-    return Measured(name=name, source="finetuning/result.json", blocks=2, values=values, reached=True)
+    return Measured(name=name, source="finetuning/result.json", blocks=blocks, values=values, reached=True)
 
 
 def _tokens(loss: float, curve: Sequence[Sequence[float]]) -> float:
@@ -93,7 +93,8 @@ def _tokens(loss: float, curve: Sequence[Sequence[float]]) -> float:
 
 MEASURED: tuple[Callable[[], Measured], ...] = (
     lambda: scratch("from scratch, 10.7M parameters", "large.json"),
-    lambda: tuning("fine-tuning, top half", "blocks, top half"),
+    lambda: tuning("fine-tuning, every weight", "blocks, every weight", blocks=5),
+    lambda: tuning("fine-tuning, top half", "blocks, top half", blocks=2),
 )
 
 
