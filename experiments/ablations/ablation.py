@@ -1,19 +1,21 @@
 """What each idea buys: tokens, counted FLOPs and tracked memory to full training's loss, with the same optimizer.
 
     python experiments/ablations/ablation.py --runs FOLDER [--size NAME] [--budget MINUTES] [--seeds N]
-        [--methods NAMES] [--write]
+        [--methods NAMES] [--rounds N] [--write]
 
 Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss,
 of those that were tried (the table says how many). Seeds 1 to N - 1 are then trained at the best rates. A run that is
-finished is not taken again, one that was interrupted goes on; after `--budget` no new one begins. `--write` puts what
-is there into the size's result file and its table of docs/LOG.md, unless a method with a result has no finished run
-in FOLDER.
+finished is not taken again, one that was interrupted goes on; after `--budget` no new one begins. `--rounds` times the
+steps of all methods in turns. `--write` puts what is there into the size's result file and its table of docs/LOG.md,
+unless a method with a result has no finished run in FOLDER.
 
 The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
 training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
 passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off the forward pass of
-the frozen prefix, as if a cache of it filled itself. Memory is the tracked peak of a step. All of these are shares of
-full training's; where its loss is not reached, plain blocks' last loss is a nearer mark.
+the frozen prefix, as if a cache of it filled itself. Time is the sum of a run's steps until the crossing, each at the
+share of a full step that a step in its block takes: the median of interleaved rounds in one process (stepping.py), no
+cache. Memory is that of weights, gradients and moments, and the tracked peak of a step. All of these are shares of full
+training's; where its loss is not reached, plain blocks' last loss is a nearer mark.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,8 +38,13 @@ from blocktrain.events import read_events
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
+from blocktrain.train.job import build
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from stepping import interleaved, steps_of  # noqa: E402 - found beside this folder
+
 LOG = HERE.parents[1] / "docs" / "LOG.md"
 END = "<!-- end -->\n"
 
@@ -59,6 +66,17 @@ class Size:
 
 SIZES = {
     "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
+    "0.7M-long": Size(
+        result="long.json",
+        steps=2000,
+        rates=(2e-3, 1e-3, 4e-3),
+        overrides=(
+            "schedule.visit=100 steps",
+            "evaluation.every=100 steps",
+            "evaluation.rows=256",
+            "checkpoint.every=1000 steps",
+        ),
+    ),
     "11M": Size(
         result="large.json",
         steps=200,
@@ -72,6 +90,7 @@ METHODS: dict[str, list[str]] = {
     "suffix, M=3": ["schedule.span=suffix"],
     "tail sgd, M=3": ["optimizer.tail=sgd"],
     "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
+    "tail newton-schulz, thrice the share, M=3": ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
 }
 
@@ -81,21 +100,26 @@ def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
     return runs / f"{method.replace(', ', '-').replace(' ', '-')}-{rate:g}-seed{seed}"
 
 
-def train(runs: Path, size: Size, method: str, rate: float, seed: int) -> None:
-    """Take a run, or go on with it, unless it is finished."""
-    folder = folder_of(runs, method, rate, seed)
+def config_of(runs: Path, size: Size, method: str, rate: float, seed: int) -> bt.RunConfig:
+    """What a run is asked for."""
     whole = [f"schedule.visit={size.steps} steps", f"stop.duration={size.steps} steps"]
     steps = whole if method == "full" else [f"stop.duration={size.steps * 3 // 2} steps"]
     overrides = [
+        *size.overrides,
         *METHODS[method],
         *steps,
-        *size.overrides,
         f"optimizer.lr={rate}",
         f"seed={seed}",
         f"text.cache={runs}",
     ]
-    config = bt.RunConfig.load(HERE / "ablation.toml", overrides)
+    return bt.RunConfig.load(HERE / "ablation.toml", overrides)
+
+
+def train(runs: Path, size: Size, method: str, rate: float, seed: int) -> None:
+    """Take a run, or go on with it, unless it is finished."""
+    folder = folder_of(runs, method, rate, seed)
     if not (folder / "run.json").exists():
+        config = config_of(runs, size, method, rate, seed)
         bt.run(config, folder, method="full" if method == "full" else "bcd")
     elif finished(runs, method, rate, seed) is None:
         bt.resume(folder)
@@ -138,32 +162,68 @@ def planned(runs: Path, size: Size, methods: list[str], seeds: int) -> Iterator[
                 yield method, rate, seed
 
 
-def flops(record: RunRecord, folder: Path, step: float) -> tuple[float, float]:
-    """Of the first `step` steps, without a cache and with one that fills itself."""
+def time_steps(runs: Path, size: Size, methods: Sequence[str], rounds: int) -> dict[str, Any]:
+    """A step of each method in each of its blocks, in turns, beside a full step."""
+    contenders = {}
+    for method in dict.fromkeys(("full", *methods)):
+        job = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
+        for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
+            contenders[_step_name(method, index)] = steps_of(job, job.trained[index])
+    for step in contenders.values():
+        step()  # threads, allocator
+    return interleaved(contenders, _step_name("full", 0), rounds=rounds)
+
+
+def timed(runs: Path) -> dict[str, Any]:
+    """What `time_steps` found; nothing where it was not asked."""
+    path = runs / "steps.json"
+    return json.loads(path.read_text()) if path.exists() else {"rounds": 0, "steps": {}}
+
+
+def shares_of(timing: Mapping[str, Any], method: str) -> dict[int, float]:
+    """By block, the share of a full step that a step in it takes; empty where it was not timed."""
+    found = {name.rpartition(": block "): figures["ratio"] for name, figures in timing["steps"].items()}
+    return {int(index): ratio for (of, _, index), ratio in found.items() if of == method}
+
+
+def _step_name(method: str, block: int) -> str:
+    return f"{method}: block {block}"
+
+
+def costs_of(record: RunRecord, folder: Path) -> tuple[list[float], list[float]]:
+    """FLOPs of a step in each block, without a cache and with one that fills itself."""
     cost = next(event for event in read_events(folder / "events.jsonl") if event["kind"] == "cost")["flops"]
     bottoms = [sum(block.layers for block in record.header.blocks[:index]) for index in range(len(cost["blocks"]))]
-    saved = [sum(cost["forward_layers"][:bottom]) for bottom in bottoms]
-    begun = [visit.step for visit in record.visits]
-    uncached = cached = 0.0
-    for visit, stop in zip(record.visits, [*begun[1:], step], strict=True):
-        steps = max(min(step, stop) - visit.step, 0)
-        uncached += steps * cost["blocks"][visit.block]
-        cached += steps * (cost["blocks"][visit.block] - saved[visit.block])
-    return uncached, cached
+    return cost["blocks"], [
+        block - sum(cost["forward_layers"][:bottom]) for block, bottom in zip(cost["blocks"], bottoms, strict=True)
+    ]
+
+
+def spent(record: RunRecord, step: float, costs: Mapping[int, float] | Sequence[float]) -> float:
+    """What the first `step` steps cost, where one in block b costs `costs[b]`."""
+    stops = [*(visit.step for visit in record.visits[1:]), step]
+    return sum(
+        max(min(step, stop) - visit.step, 0) * costs[visit.block]
+        for visit, stop in zip(record.visits, stops, strict=True)
+    )
 
 
 def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
     """One run beside full training of the same seed; None where one of them is missing."""
     mine, full = finished(runs, method, rate, seed), finished(runs, "full", full_rate, seed)
-    if mine is None or full is None or mine.tracked is None or full.cost is None:
+    if mine is None or full is None or mine.tracked is None or mine.cost is None or full.cost is None:
         return None
     target = last_loss(full)
     tokens = tokens_to_reach(target, [(seen.tokens, seen.loss) for seen in mine.evaluations])
-    spent: tuple[float | None, float | None] = (None, None)
+    costs: dict[str, float | None] = dict.fromkeys(("flops", "flops_cached", "time"))
     if tokens is not None:
-        whole = full.cost.flops_full * full.steps_done
-        step = tokens / mine.header.tokens_per_step
-        spent = tuple(count / whole for count in flops(mine, folder_of(runs, method, rate, seed), step))  # pyright: ignore[reportAssignmentType]
+        step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
+        uncached, cached = costs_of(mine, folder_of(runs, method, rate, seed))
+        costs |= {"flops": spent(mine, step, uncached) / whole, "flops_cached": spent(mine, step, cached) / whole}
+        shares = {0: 1.0} if mine.is_full else shares_of(timed(runs), method)
+        if shares:
+            costs["time"] = spent(mine, step, shares) / full.steps_done
+    kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
     peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
     return {
         "method": method,
@@ -173,8 +233,9 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "target": target,
         "tokens": mine.tokens,
         "multiplier": None if tokens is None else tokens / full.tokens,
-        "flops": spent[0],
-        "flops_cached": spent[1],
+        **costs,
+        "kept_bytes": [_kept(parts) for parts in kept],
+        "kept_bytes_full": _kept(mine.cost.memory_full),
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
         "peak_bytes_full": sum(mine.tracked.full.parts.values()),
         "moments": [peak.parts["moments"] for peak in peaks],
@@ -183,13 +244,18 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     }
 
 
+def _kept(parts: Mapping[str, int]) -> int:
+    """Weights, gradients and optimizer state."""
+    return sum(parts.values()) - parts["activations"]
+
+
 def against_plain(rows: list[dict[str, Any]]) -> None:
-    """Add to each row the tokens to plain blocks' last loss of the same seed, over plain blocks' tokens."""
+    """Add to each row the tokens to plain blocks' last loss of the same seed, if known, over plain blocks' tokens."""
     plain = {item["seed"]: item for item in rows if item["method"] == "blocks, M=3"}
     for item in rows:
-        other = plain.get(item["seed"])
-        tokens = None if other is None else tokens_to_reach(other["loss"], item["losses"])
-        item["tokens_of_plain"] = None if other is None or tokens is None else tokens / other["tokens"]
+        if (other := plain.get(item["seed"])) is not None:
+            tokens = tokens_to_reach(other["loss"], item["losses"])
+            item["tokens_of_plain"] = None if tokens is None else tokens / other["tokens"]
 
 
 def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
@@ -211,6 +277,7 @@ def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
         "search": {
             method: {f"{rate:g}": loss for rate, loss in search(runs, size, method).items()} for method in METHODS
         },
+        "steps": timed(runs),
         "rows": rows,
     }
 
@@ -218,9 +285,10 @@ def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The rows by method, averaged over its seeds."""
     lines = [
-        "| method | rate, of how many tried | seeds | last loss | B-F multiplier | FLOPs, uncached | cached "
-        "| tokens to plain blocks' last loss | memory, worst visit | average visit | moments, worst visit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| method | rate, of how many tried | seeds | last loss | B-F multiplier | FLOPs, uncached | cached | time "
+        "| tokens to plain blocks' last loss | weights, gradients, moments, worst visit | peak, worst visit "
+        "| average visit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for method in METHODS:
         rows = [item for item in result["rows"] if item["method"] == method]
@@ -228,14 +296,14 @@ def table(result: dict[str, Any]) -> str:
             continue
         peak = statistics.mean(max(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows)
         mean = statistics.mean(statistics.mean(item["peak_bytes"]) / item["peak_bytes_full"] for item in rows)
-        moments = statistics.mean(max(item["moments"]) / item["moments_full"] for item in rows)
+        kept = statistics.mean(max(item["kept_bytes"]) / item["kept_bytes_full"] for item in rows)
         cells = [
             method,
             f"{rows[0]['rate']:g} of {len(result['search'][method])}",
             str(len(rows)),
             _each(rows, "loss", 3),
-            *(_each(rows, key, 2) for key in ("multiplier", "flops", "flops_cached", "tokens_of_plain")),
-            *(f"{share:.2f}" for share in (peak, mean, moments)),
+            *(_each(rows, key, 2) for key in ("multiplier", "flops", "flops_cached", "time", "tokens_of_plain")),
+            *(f"{share:.2f}" for share in (kept, peak, mean)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -243,9 +311,12 @@ def table(result: dict[str, Any]) -> str:
 
 def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
     """The mean over seeds and, of several, the range; what was not reached says so."""
+    if any(key not in item for item in rows):
+        return "–"
     values = [item[key] for item in rows]
     if None in values:
-        return "not reached"
+        missed = None in (item["multiplier"] for item in rows) or key == "tokens_of_plain"
+        return "not reached" if missed else "not timed"
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
@@ -277,6 +348,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=float("inf"), help="minutes after which no run begins")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--rounds", type=int, default=0, help="of timed steps, after the runs")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     started, size = time.monotonic(), SIZES[options.size]
@@ -284,6 +356,9 @@ def main() -> None:
         if time.monotonic() - started > 60 * options.budget:
             break
         train(options.runs, size, method, rate, seed)
+    if options.rounds:
+        timing = time_steps(options.runs, size, options.methods, options.rounds)
+        (options.runs / "steps.json").write_text(json.dumps(timing, indent=1) + "\n")
     result = collected(options.runs, size, options.seeds)
     print(json.dumps(result["search"], indent=1), table(result), sep="\n")
     if options.write:

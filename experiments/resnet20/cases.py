@@ -47,6 +47,7 @@ class Length(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "full": Entry("full", 1.0),
     "blocks": Entry("bcd", 1.9125),
+    "suffix": Entry("bcd", 1.8375, ("schedule.span=suffix", "schedule.visit=49 steps")),  # .544; eight as well
     "two blocks": Entry("bcd", 1.525, ("blocks.count=2", "schedule.visit=61 steps"), seeds=1),
 }
 ONE_FILE = "cifar10/train-00000-of-00006.parquet"
@@ -124,7 +125,7 @@ def _config(entry: Entry, scale: str, place: Place, full_steps: int) -> RunConfi
 def _by_block(name: str, entry: Entry, config: RunConfig, place: Place) -> dict[str, Contender]:
     """A step in each block of a method; full training has one."""
     job = build(METHODS[entry.method].change(config, 10_000, build(config, place.work).pace), place.work)
-    return {step_of(name, block.index): steps_of(job, block) for block in job.partition}
+    return {step_of(name, index): steps_of(job, block) for index, block in enumerate(job.trained)}
 
 
 def step_of(name: str, block: int) -> str:

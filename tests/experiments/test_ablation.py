@@ -23,7 +23,7 @@ def ablation() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["0.7M", "11M"])
+@pytest.mark.parametrize("name", ["0.7M", "0.7M-long", "11M"])
 def test_the_log_shows_the_result(ablation: ModuleType, name: str) -> None:
     size = ablation.SIZES[name]
     table = ablation.table(json.loads((FOLDER / size.result).read_text()))
@@ -32,15 +32,15 @@ def test_the_log_shows_the_result(ablation: ModuleType, name: str) -> None:
 
 def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleType) -> None:
     def seed(loss: float, multiplier: float | None) -> dict[str, Any]:
-        costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier, "tokens_of_plain": 1.0}
-        peaks = {"peak_bytes": [60, 30], "peak_bytes_full": 100, "moments": [20, 10], "moments_full": 50}
-        return {"method": "blocks, M=3", "rate": 2e-3, "loss": loss, **costs, **peaks}
+        costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier, "time": multiplier}
+        peaks = {"peak_bytes": [60, 30], "peak_bytes_full": 100, "kept_bytes": [20, 10], "kept_bytes_full": 50}
+        return {"method": "blocks, M=3", "rate": 2e-3, "loss": loss, "tokens_of_plain": 1.0, **costs, **peaks}
 
     search = {"blocks, M=3": {"0.002": 2.0, "0.004": 2.3}}
     reached = ablation.table({"search": search, "rows": [seed(2.0, 1.5), seed(2.2, 1.7)]})
     assert "| blocks, M=3 | 0.002 of 2 | 2 | 2.100 (2.000 to 2.200) | 1.60 (1.50 to 1.70) |" in reached
-    assert reached.endswith("| 0.60 | 0.45 | 0.40 |\n")
-    assert "| not reached | not reached | not reached |" in ablation.table(
+    assert reached.endswith("| 0.40 | 0.60 | 0.45 |\n")
+    assert "| not reached | not reached | not reached | not reached |" in ablation.table(
         {"search": search, "rows": [seed(2.0, 1.5), seed(2.2, None)]}
     )
 

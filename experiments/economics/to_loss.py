@@ -1,0 +1,214 @@
+"""Dollars to full training's loss, on as few cards as hold each method: measured multipliers, planned steps, prices.
+
+    python experiments/economics/to_loss.py [--write]
+
+    dollars   step seconds x steps x cards x price;  in blocks, steps x multiplier
+    steps     of a billion tokens that full training sees, `ROWS` rows of `SEQ` tokens in each
+
+Step seconds are the planner's (blocktrain/plan/step.py: counted FLOPs and bytes over published rates at assumed
+efficiencies, hardware.toml), the cards the fewest whose memory holds the method, prices the paper's (section 4.4.1).
+Multipliers are measured, by result files of this repository, on models far smaller than those priced here.
+
+`--write` puts the tables into README.md and to_loss.json. Takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blocktrain.plan.comparison import CARD_COUNTS
+from blocktrain.plan.cost import break_even, reduction
+from blocktrain.plan.fit import Candidate, Request, fit, room_on
+from blocktrain.plan.hardware import Hardware, achievable, load_hardware
+from blocktrain.plan.layout import Method
+from blocktrain.plan.presets import find_model
+from blocktrain.report.multiplier import tokens_to_reach
+
+HERE = Path(__file__).resolve().parent
+EXPERIMENTS = HERE.parent
+BEGIN, END = "<!-- written by to_loss.py -->\n", "<!-- end -->\n"
+MODELS = ("g-1.6b", "l-1.5b", "g-5.4b", "g-10b", "g-20b")
+CARDS = ("rtx4090", "a100-80")
+PRECISION = "bf16-exact"
+TOKENS, SEQ, ROWS = 10**9, 1024, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Multipliers, one a seed. blocks: how many the model was cut into. reached: full training's last loss; where it
+    was not, they are those to the last loss of the run in blocks, and grow towards full training's."""
+
+    name: str
+    source: str
+    blocks: int
+    values: Sequence[float]
+    reached: bool
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.mean(self.values)
+
+    @property
+    def shown(self) -> str:
+        """Mean and range."""
+        low, high = min(self.values), max(self.values)
+        return f"{self.mean:.2f}" if len(self.values) == 1 else f"{self.mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+def scratch(name: str, file: str) -> Measured:
+    """Plain blocks in a result of the ablation."""
+    rows = json.loads((EXPERIMENTS / "ablations" / file).read_text())["rows"]
+    full = {row["seed"]: row for row in rows if row["method"] == "full"}
+    mine = [row for row in rows if row["method"] == "blocks, M=3"]
+    reached = all(row["multiplier"] is not None for row in mine)
+    to_own = [row["tokens"] / _tokens(row["loss"], full[row["seed"]]["losses"]) for row in mine]
+    values = [row["multiplier"] for row in mine] if reached else to_own
+    return Measured(name=name, source=f"ablations/{file}", blocks=3, values=values, reached=reached)
+
+
+def tuning(name: str, method: str, blocks: int) -> Measured:
+    """A method of the fine-tuning experiment that reached full training's loss."""
+    results = json.loads((EXPERIMENTS / "finetuning" / "result.json").read_text())
+    found = {record["case"]: record["figures"] for record in results.values() if record["scale"].startswith("1,000")}
+    beside = zip(found[method]["runs"], found["full"]["runs"], strict=True)
+    values = [
+        _tokens(full["curve"][-1][1], [point[:2] for point in mine["curve"]]) / full["tokens"] for mine, full in beside
+    ]
+    return Measured(name=name, source="finetuning/result.json", blocks=blocks, values=values, reached=True)
+
+
+def _tokens(loss: float, curve: Sequence[Sequence[float]]) -> float:
+    found = tokens_to_reach(loss, [(seen, value) for seen, value in curve])
+    if found is None:
+        raise ValueError(f"no crossing of {loss:.3f}")
+    return found
+
+
+MEASURED: tuple[Callable[[], Measured], ...] = (
+    lambda: scratch("from scratch, 10.7M parameters", "large.json"),
+    lambda: tuning("fine-tuning, every weight", "blocks, every weight", blocks=5),
+    lambda: tuning("fine-tuning, top half", "blocks, top half", blocks=2),
+)
+
+
+def cheapest(model: str, card: str, method: Method, blocks: int | None, hardware: Hardware) -> Candidate:
+    """The cheapest layout on as few cards as hold the method, for the same number of tokens."""
+    spec, assumed = find_model(model), hardware.assumed
+    known, price = hardware.card(card), hardware.price(card)
+    for cards in CARD_COUNTS:
+        request = Request(
+            spec=spec,
+            card=card,
+            cards=cards,
+            tokens=TOKENS,
+            seq=SEQ,
+            rows=ROWS,
+            rates=achievable(known, hardware),
+            room=room_on(
+                known.memory_gib,
+                assumed.reserve_gib,
+                assumed.host_memory_gib_per_card,
+                assumed.disk_gib_per_node,
+                fragmentation=assumed.fragmentation,
+            ),
+            usd_per_hour=None if price is None else price.usd_per_hour,
+            methods=(method,),
+            blocks=blocks,
+            precision=PRECISION,
+            moments="fp32",
+            state="host",
+            frozen="device",
+            cache="off",
+            cards_per_node=assumed.cards_per_node,
+            overlap=assumed.overlap,
+        )
+        found = fit(request).candidates
+        if found:
+            return found[0]
+    raise ValueError(f"{model} does not fit on {CARD_COUNTS[-1]} of {card}")
+
+
+def rows(measured: Sequence[Measured], hardware: Hardware) -> list[dict[str, Any]]:
+    """Each model on each card, for each multiplier."""
+    found = []
+    for model in MODELS:
+        whole = {card: cheapest(model, card, "full", None, hardware) for card in CARDS}
+        least = min(_dollars(full) for full in whole.values())
+        for card, full in whole.items():
+            for item in measured:
+                mine = cheapest(model, card, "bcd", item.blocks, hardware)
+                found.append(_row(model, card, item, full, mine) | {"cheapest_full": least})
+    return found
+
+
+def _dollars(candidate: Candidate) -> float:
+    if candidate.dollars is None:
+        raise ValueError("no price")
+    return float(candidate.dollars.amount)
+
+
+def _row(model: str, card: str, item: Measured, full: Candidate, mine: Candidate) -> dict[str, Any]:
+    whole, same = _dollars(full), _dollars(mine)
+    return {
+        "measured": item.name,
+        "model": model.upper(),
+        "card": card,
+        "full": {"cards": full.layout.cards, "step_seconds": full.step.seconds, "dollars": whole},
+        "blocks": {"cards": mine.layout.cards, "step_seconds": mine.step.seconds, "dollars_same_tokens": same},
+        "multiplier": item.mean,
+        "dollars": same * item.mean,
+        "saved": [reduction(same * value, whole) for value in (item.mean, max(item.values), min(item.values))],
+        "break_even": break_even(same, whole),
+    }
+
+
+def tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) -> str:
+    """As Markdown, one table a multiplier; what costs more than full training is negative."""
+    text = []
+    for item in measured:
+        where = "to full training's last loss" if item.reached else "to the last loss in blocks, not full training's"
+        text.append(f"\n### {item.name}: {item.shown}, {where} ({item.source}); M = {item.blocks}\n")
+        text.append(
+            "| model | card | full: cards, s a step, $ | blocks: cards, s a step, $ | saved, % | cheaper below "
+            "| saved against full on the cheaper card, % |\n"
+            "|---|---|---|---|---|---|---|"
+        )
+        for row in (row for row in found if row["measured"] == item.name):
+            full, mine = row["full"], row["blocks"]
+            low, high = (f"{100 * row['saved'][index]:.0f}" for index in (1, 2))
+            spread = f" ({low} to {high})" if low != high else ""
+            text.append(
+                f"| {row['model']} | {row['card']} "
+                f"| {full['cards']}, {full['step_seconds']:.2f}, {full['dollars']:.2f} "
+                f"| {mine['cards']}, {mine['step_seconds']:.2f}, {row['dollars']:.2f} "
+                f"| {100 * row['saved'][0]:.0f}{spread} | {row['break_even']:.2f} "
+                f"| {100 * reduction(row['dollars'], row['cheapest_full']):.0f} |"
+            )
+    return "\n".join(text).lstrip() + "\n"
+
+
+def main() -> None:
+    """Print, and with `--write` keep, the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    measured = [each() for each in MEASURED]
+    found = rows(measured, load_hardware())
+    text = tables(found, measured)
+    print(text)
+    if options.write:
+        (HERE / "to_loss.json").write_text(json.dumps(found, indent=1) + "\n")
+        readme = HERE / "README.md"
+        before, _, rest = readme.read_text().partition(BEGIN)
+        readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
