@@ -483,7 +483,7 @@ def test_dropped_state_is_really_gone():
                 assert Watched.alive() == 3 * len(block.parameters)  # two moments and a step count
                 assert optimizer.state_bytes() == 8 * block.num_parameters + 4 * len(block.parameters)
             assert Watched.alive() == 0  # at once, without waiting for the garbage collector
-        assert live_bytes() == before
+        assert live_bytes() <= before  # less, where tests before this one had left something to collect
 
 
 def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, interrupted: Path, tmp_path: Path):
