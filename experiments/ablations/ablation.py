@@ -91,6 +91,18 @@ METHODS: dict[str, list[str]] = {
     "tail sgd, M=3": ["optimizer.tail=sgd"],
     "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
     "tail newton-schulz, thrice the share, M=3": ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"],
+    "the same, top block left to the tail": [
+        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
+        "schedule.order=[0, 1]",
+    ],
+    "the same, M=4": [
+        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
+        *("blocks.count=4", "schedule.order=[0, 1, 2]"),
+    ],
+    "the same, M=4 of modules": [
+        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
+        *("blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"),
+    ],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
 }
 
@@ -190,10 +202,12 @@ def _step_name(method: str, block: int) -> str:
     return f"{method}: block {block}"
 
 
-def costs_of(record: RunRecord, folder: Path) -> tuple[list[float], list[float]]:
+def costs_of(folder: Path) -> tuple[list[float], list[float]]:
     """FLOPs of a step in each block, without a cache and with one that fills itself."""
     cost = next(event for event in read_events(folder / "events.jsonl") if event["kind"] == "cost")["flops"]
-    bottoms = [sum(block.layers for block in record.header.blocks[:index]) for index in range(len(cost["blocks"]))]
+    config = bt.RunConfig.from_mapping(json.loads((folder / "run.json").read_text())["config"])
+    partition = build(config, folder).partition
+    bottoms = [partition.chain.layers.index(block.layers[0]) for block in partition]
     return cost["blocks"], [
         block - sum(cost["forward_layers"][:bottom]) for block, bottom in zip(cost["blocks"], bottoms, strict=True)
     ]
@@ -218,7 +232,7 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     costs: dict[str, float | None] = dict.fromkeys(("flops", "flops_cached", "time"))
     if tokens is not None:
         step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
-        uncached, cached = costs_of(mine, folder_of(runs, method, rate, seed))
+        uncached, cached = costs_of(folder_of(runs, method, rate, seed))
         costs |= {"flops": spent(mine, step, uncached) / whole, "flops_cached": spent(mine, step, cached) / whole}
         shares = {0: 1.0} if mine.is_full else shares_of(timed(runs), method)
         if shares:
