@@ -105,7 +105,12 @@ def test_a_number_of_blocks_of_modules_is_more_even(model, count: int) -> None:
 
 
 def test_what_does_not_go_with_modules() -> None:
-    for arguments in ({"largest": 100}, {"num_blocks": 2, "stages": 2}, {"num_blocks": 2, "balance": "flops"}):
+    refused: list[dict[str, Any]] = [
+        {"largest": 100},
+        {"num_blocks": 2, "stages": 2},
+        {"num_blocks": 2, "balance": "flops"},
+    ]
+    for arguments in refused:
         with pytest.raises(ConfigError, match="pieces = 'modules' evens out the parameters of a number of"):
             partition(llama(), pieces="modules", **arguments)
     with pytest.raises(ConfigError, match="'module' is unknown; did you mean 'modules'"):
