@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from runner import Figures
 from torch import nn
 
 import blocktrain as bt
+from blocktrain.baselines.peers import Peer
+from blocktrain.baselines.session import whole_job
+from blocktrain.baselines.step import take_step
 from blocktrain.blocks.block import Block
 from blocktrain.errors import ConfigError
 from blocktrain.model.cut import Cut
 from blocktrain.plan.presets import find_model
 from blocktrain.runtime import is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
+from blocktrain.train.config import RunConfig
 from blocktrain.train.job import Job
 from blocktrain.train.tracked import meta_model
 
@@ -96,6 +101,17 @@ def steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
             return timed(job.device, step)
 
     return run
+
+
+def steps_of_peer(peer: Peer, config: RunConfig, folder: Path, *, visit: int | None = None) -> Contender:
+    """A step of a method that trains by itself. visit: steps between two switches, where it switches what it trains;
+    then the mean over a whole cycle."""
+    job = whole_job(config, folder)
+    trainee, count = peer.build(job, visit), 1 if visit is None else visit * peer.cycle(job)
+    taken = iter(range(1_000_000))
+    return lambda: statistics.mean(
+        timed(job.device, lambda: take_step(job, trainee, next(taken))) for _ in range(count)
+    )
 
 
 def random_model(name: str, device: torch.device) -> nn.Module:

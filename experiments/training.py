@@ -63,6 +63,21 @@ def spread(values: Sequence[float], digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def spent(name: str, run: Figures, step: float, cost: Mapping[str, float], *, called: str) -> float:
+    """What the first `step` steps of a run cost, in the unit of `cost`, a step of each kind: of the method `name`, or
+    in block i under `called` i."""
+    if name in cost:
+        return step * cost[name]
+    total = 0.0
+    for (block, begun, uncached), (_, stop, _) in zip(run["visits"], [*run["visits"][1:], [0, step, 0]], strict=True):
+        taken = max(min(step, stop) - begun, 0)
+        without = min(taken, uncached)
+        total += without * cost[f"{called} {block}"]
+        if taken > without:
+            total += (taken - without) * cost[f"{called} {block}, cached"]
+    return total
+
+
 def figures_of(run: RunRecord) -> Figures:
     """What a table needs of a run; its visits (block, first step, steps without stored hidden states, which come first)
     and its curve (units seen, validation loss, accuracy).

@@ -44,6 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from stepping import interleaved, steps_of  # noqa: E402 - found beside this folder
+from training import spread  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
 END = "<!-- end -->\n"
@@ -331,8 +332,7 @@ def _each(rows: list[dict[str, Any]], key: str, digits: int) -> str:
     if None in values:
         missed = None in (item["multiplier"] for item in rows) or key == "tokens_of_plain"
         return "not reached" if missed else "not timed"
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return spread(values, digits)
 
 
 def name_of(size: Size) -> str:

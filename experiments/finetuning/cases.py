@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import csv
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, steps_of, timed
-from training import data_folder, searched, spread
+from stepping import Contender, interleaved, steps_of, steps_of_peer
+from training import data_folder, searched, spent, spread
 
 from blocktrain.baselines.compare import Search
 from blocktrain.baselines.cycle import VISIT
 from blocktrain.baselines.methods import METHODS
-from blocktrain.baselines.peers import PEERS
-from blocktrain.baselines.session import whole_job
-from blocktrain.baselines.step import take_step
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
 from blocktrain.train.job import build
@@ -123,12 +119,7 @@ def _whole(name: str, config: RunConfig, place: Place) -> Contender:
     if method.peer is None:
         job = build(changed, place.work)
         return steps_of(job, job.partition[0])
-    job = whole_job(changed, place.work)
-    trainee, cycle = PEERS[name].build(job, VISIT), VISIT * PEERS[name].cycle(job)
-    taken = iter(range(1_000_000))
-    return lambda: statistics.mean(
-        timed(job.device, lambda: take_step(job, trainee, next(taken))) for _ in range(cycle)
-    )
+    return steps_of_peer(method.peer, changed, place.work, visit=VISIT)
 
 
 def _by_block(config: RunConfig, called: str, place: Place) -> dict[str, Contender]:
@@ -171,12 +162,12 @@ def _row(name: str, figures: Figures, full: Figures, cost: Mapping[str, float]) 
     multiplier, time = "not reached", "not reached"
     if len(reached) == len(found):
         multiplier = spread([seen / other["tokens"] for seen, (_, other) in zip(reached, beside, strict=True)], 2)
-        spent = [
+        times = [
             time_to(name, run, seen, cost, called=ENTRIES[name].blocks)
             for seen, (run, _) in zip(reached, beside, strict=True)
             if cost
         ]
-        time = spread([mine / whole[0]["steps"] for mine in spent], 2) if cost else None
+        time = spread([mine / whole[0]["steps"] for mine in times], 2) if cost else None
     trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
     return [
         name,
@@ -192,19 +183,8 @@ def _row(name: str, figures: Figures, full: Figures, cost: Mapping[str, float]) 
 
 
 def time_to(name: str, run: Figures, tokens: float, cost: Mapping[str, float], *, called: str = "block") -> float:
-    """What a run's steps cost until it had seen `tokens`, in the unit of `cost`, a step of each kind; those in block i
-    under `called` i."""
-    step = tokens * run["steps"] / run["tokens"]
-    if name in cost:
-        return step * cost[name]
-    total = 0.0
-    for (block, begun, uncached), (_, stop, _) in zip(run["visits"], [*run["visits"][1:], [0, step, 0]], strict=True):
-        taken = max(min(step, stop) - begun, 0)
-        without = min(taken, uncached)
-        total += without * cost[f"{called} {block}"]
-        if taken > without:
-            total += (taken - without) * cost[f"{called} {block}, cached"]
-    return total
+    """What a run's steps cost until it had seen `tokens`: see `spent`."""
+    return spent(name, run, tokens * run["steps"] / run["tokens"], cost, called=called)
 
 
 EXPERIMENT = Experiment(name="finetuning", cases=cases, table=table)

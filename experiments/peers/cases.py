@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, steps_of, timed
+from stepping import Contender, interleaved, steps_of, steps_of_peer
 from training import loss_after, searched, spread
 
 from blocktrain.baselines.compare import Search
 from blocktrain.baselines.methods import METHODS
 from blocktrain.baselines.peers import PEERS
-from blocktrain.baselines.session import whole_job
-from blocktrain.baselines.step import take_step
 from blocktrain.errors import BlocktrainError
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
@@ -105,15 +103,9 @@ def _can_run(method: str, place: Place) -> bool:
 
 def _contender(entry: Entry, config: RunConfig, place: Place) -> Contender:
     """A step of one method; of ours, the mean of a step in each block."""
-    job = build(config, place.work)
-    theirs = METHODS[entry.method].change(config, 10_000, job.pace)
-    if METHODS[entry.method].peer is None:
-        return _ours(theirs, place)
-    peer = PEERS[entry.method]
-    job = whole_job(theirs, place.work)
-    trainee = peer.build(job, None)
-    taken = iter(range(10_000))
-    return lambda: timed(job.device, lambda: take_step(job, trainee, next(taken)))
+    method = METHODS[entry.method]
+    theirs = method.change(config, 10_000, build(config, place.work).pace)
+    return _ours(theirs, place) if method.peer is None else steps_of_peer(method.peer, theirs, place.work)
 
 
 def _ours(config: RunConfig, place: Place) -> Contender:

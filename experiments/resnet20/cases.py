@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
 from stepping import Contender, interleaved, steps_of
-from training import data_folder, searched, spread
+from training import data_folder, searched, spent, spread
 
 from blocktrain.baselines.compare import Search, compare
 from blocktrain.baselines.methods import METHODS
@@ -173,20 +173,20 @@ def _row(name: str, figures: Figures, found: Mapping[str, Figures], cost: Mappin
     runs, first = figures["runs"], figures["runs"][0]
     full = found.get("full", {}).get("runs")
     accuracies = [100 * run["accuracy"] for run in runs]
-    above = memory = spent = None
+    above = memory = time = None
     if full and figures is not found["full"]:
         whole = [100 * run["accuracy"] for run in full]
         above = spread([mine - other for mine, other in zip(accuracies, whole, strict=False)], 1)
     if full:
         memory = first["memory_bytes"] / full[0]["memory_bytes"]
-        spent = price(name, first, cost) / full[0]["steps"] if cost else None
+        time = price(name, first, cost) / full[0]["steps"] if cost else None
     trials = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.3f}'}" for lr, loss in figures["search"])
     return [
         f"ours, {name}",
         f"{figures['lr']:g}",
         len(runs),
         f"{first['steps']:,} steps",
-        spent,
+        time,
         spread(accuracies, 1),
         above,
         spread([run["curve"][-1][1] for run in runs], 3),
@@ -197,11 +197,7 @@ def _row(name: str, figures: Figures, found: Mapping[str, Figures], cost: Mappin
 
 def price(name: str, run: Figures, cost: Mapping[str, float]) -> float:
     """What a run's steps cost together, in full steps."""
-    stops = [begun for _, begun, _ in run["visits"][1:]] + [run["steps"]]
-    return sum(
-        (stop - begun) * cost[step_of(name, block)]
-        for (block, begun, _), stop in zip(run["visits"], stops, strict=True)
-    )
+    return spent(name, run, run["steps"], cost, called=f"{name},")
 
 
 EXPERIMENT = Experiment(name="resnet20", cases=cases, table=table)

@@ -31,9 +31,9 @@ from torch import nn
 
 from blocktrain.baselines.lisa import draws, lisa
 from blocktrain.baselines.trainee import Trainee
-from blocktrain.blocks.partition import partition
+from blocktrain.blocks.block import Partition
 from blocktrain.errors import ConfigError
-from blocktrain.train.job import Job
+from blocktrain.train.job import Job, cut
 
 UPDATE_PROJECTION_EVERY = 200  # steps, GaLore's and APOLLO's default
 LORA_RANK = 16
@@ -106,7 +106,7 @@ def badam(job: Job, period: int | None) -> Trainee:
         optimizer = package.BlockOptimizer(
             base_optimizer=bases[0],
             named_parameters_list=named,
-            block_prefix_list=[list(block.parameters) for block in cut(job)],
+            block_prefix_list=[list(block.parameters) for block in _blocks(job)],
             switch_block_every=period or config.schedule.visit.in_steps(job.pace),
             switch_mode=order,
             verbose=0,
@@ -126,18 +126,9 @@ def badam(job: Job, period: int | None) -> Trainee:
     )
 
 
-def cut(job: Job) -> Any:
-    """The blocks that the configuration asks for."""
-    blocks = job.config.blocks
-    return partition(
-        job.model,
-        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
-        pieces=blocks.pieces,
-        largest=blocks.largest,
-        patterns=blocks.patterns,
-        balance=blocks.balance,
-        batch=job.task.train.batch([0]),
-    )
+def _blocks(job: Job) -> Partition:
+    """Those of ours, where the job itself has the model whole."""
+    return cut(job.model, job.config.blocks, job.task.train.batch([0]))
 
 
 def galore(job: Job, period: int | None) -> Trainee:
@@ -249,7 +240,7 @@ PEERS: dict[str, Peer] = {
         cuda_only="lomo-optim 0.1.1 puts AdaLomo's averages on the GPU with .cuda()",
     ),
     "apollo": Peer(build=apollo, rate=10.0, optimizer="APOLLO", module="apollo_torch", package="apollo-torch"),
-    "badam": Peer(build=badam, module="badam", package="badam", cycle=lambda job: len(cut(job))),
+    "badam": Peer(build=badam, module="badam", package="badam", cycle=lambda job: len(_blocks(job))),
     "galore": Peer(build=galore, rate=10.0, optimizer="GaLore", module="galore_torch", package="galore-torch"),
     "lisa": Peer(build=lisa, cycle=draws),
     "lomo": Peer(build=lomo, rate=100.0, optimizer="LOMO", module="lomo_optim", package="lomo-optim"),

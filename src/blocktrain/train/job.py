@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from blocktrain.optim.tail import Tail
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
-from blocktrain.train.config import OptimizerConfig, RunConfig
+from blocktrain.train.config import BlocksConfig, OptimizerConfig, RunConfig
 from blocktrain.train.opening import open_task, require_apart
 from blocktrain.train.task import Task, to_device
 from blocktrain.units import Pace
@@ -98,17 +99,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     ).to(device)
     require_apart(model, task)
     batch = task.train.batch([0])
-    blocks = config.blocks
-    parts = partition(
-        model,
-        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
-        stages=blocks.stages,
-        pieces=blocks.pieces,
-        largest=blocks.largest,
-        patterns=blocks.patterns,
-        balance=blocks.balance,
-        batch=batch,
-    )
+    parts = cut(model, config.blocks, batch)
     choose_kernels(config.memory.kernels, device)
     if config.memory.loss_chunk is not None:
         with evaluating(model):
@@ -147,6 +138,20 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=job.total_steps, visit_step=0)
     return job
+
+
+def cut(model: nn.Module, blocks: BlocksConfig, batch: Mapping[str, Any]) -> Partition:
+    """`model` in the blocks that the configuration asks for; batch: one row, to count FLOPs on."""
+    return partition(
+        model,
+        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        stages=blocks.stages,
+        pieces=blocks.pieces,
+        largest=blocks.largest,
+        patterns=blocks.patterns,
+        balance=blocks.balance,
+        batch=batch,
+    )
 
 
 def _require_settled_checkpoints(config: RunConfig, pace: Pace) -> None:
