@@ -5,8 +5,9 @@
     python experiments/gpu/parts.py --device cpu --tiny            does every part run?
 
 Results, resumable, in experiments/gpu/results/PART.json: step time and memory of G-1.6B and L-1.5B in full, offloaded
-and in blocks (table3, table15_16_figure6), every peer on GPT-2 (peers), GPT-2 of 0.12B on WikiText-2 and ResNets
-(table2, table9_10_11). Run folders, which training goes on from, in runs/experiments.
+and in blocks (table3, table15_16_figure6), a pretrained encoder (finetuning), every peer on GPT-2 (peers), ResNet-20
+in the same time (resnet20), GPT-2 of 0.12B on WikiText-2 and ResNets (table2, table9_10_11). Run folders, which
+training goes on from, in runs/experiments.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import main as run  # noqa: E402 - found beside this folder
 
-PARTS = ("table3", "table15_16_figure6", "peers", "table2", "table9_10_11")  # the short ones first
+PARTS = (  # the short ones first
+    "table3", "table15_16_figure6", "finetuning", "peers", "resnet20", "table2", "table9_10_11",
+)  # fmt: skip
 
 
 def main() -> int:

@@ -41,8 +41,8 @@ ENTRIES: dict[str, Entry] = {
     "badam": Entry("badam", seeds=3),
     "lisa": Entry("lisa", seeds=3),
     "galore": Entry("galore", seeds=3),
-    "apollo": Entry("apollo"),
-    "lomo": Entry("lomo"),
+    "apollo": Entry("apollo", seeds=3),
+    "lomo": Entry("lomo", seeds=3),
     "adalomo": Entry("adalomo"),
     "offload": Entry("offload"),
 }

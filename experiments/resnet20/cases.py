@@ -24,48 +24,62 @@ from blocktrain.train.job import build
 
 
 class Entry(NamedTuple):
-    """A row of the table. longer: its steps, over full training's."""
+    """A row of the table. longer: its steps, over full training's. visits: in a sweep."""
 
     method: str
     longer: float
+    visits: int = 1
     overrides: tuple[str, ...] = ()
     seeds: int = 3
 
 
 class Length(NamedTuple):
-    """How far a scale goes. search, steps: of full training, at each rate of the search and at the best one. images:
-    what is trained on."""
+    """How far a run goes. search, steps: of full training, at each rate of the search and at the best one. sweeps: of
+    blocks in those steps. images: what is trained on."""
 
     words: str
     search: int
     steps: int
+    sweeps: int
     images: str
     overrides: tuple[str, ...] = ()
 
 
-# Blocks get about full training's time (the table says how near), in eight whole sweeps.
+# Blocks get about full training's time; the table says how near.
 ENTRIES: dict[str, Entry] = {
     "full": Entry("full", 1.0),
-    "blocks": Entry("bcd", 1.9125),
-    "suffix": Entry("bcd", 1.8375, ("schedule.span=suffix", "schedule.visit=49 steps")),  # .544; eight as well
-    "two blocks": Entry("bcd", 1.525, ("blocks.count=2", "schedule.visit=61 steps"), seeds=1),
+    "blocks": Entry("bcd", 1.9125, 3),
+    "suffix": Entry("bcd", 1.8375, 3, ("schedule.span=suffix",)),
+    "suffix, block 0 twice": Entry("bcd", 1.5, 4, ("schedule.span=suffix", "schedule.order=[0, 0, 1, 2]")),
+    "two blocks": Entry("bcd", 1.525, 2, ("blocks.count=2",), seeds=1),
 }
 ONE_FILE = "cifar10/train-00000-of-00006.parquet"
-LENGTHS = {
-    "tiny": Length(
-        "tiny, only to see that it runs", 2, 4, ONE_FILE,
-        ("schedule.visit=2 steps", "batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"),
+LENGTHS: dict[str, tuple[Length, ...]] = {
+    "tiny": (
+        Length(
+            "tiny, only to see that it runs", 2, 4, 1, ONE_FILE,
+            ("batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"),
+        ),
     ),
-    "short": Length(
-        "8,334 images, 640 full steps of 64 (5 epochs), 240 at each rate of the search; all 10,000 test images",
-        240, 640, ONE_FILE,
+    "short": (
+        Length(
+            "8,334 images, 640 full steps of 64 (5 epochs), 240 at each rate of the search; all 10,000 test images",
+            240, 640, 8, ONE_FILE,
+        ),
+        Length(
+            "8,334 images, 3,200 full steps of 64 (25 epochs), 640 at each rate of the search; all 10,000 test images",
+            640, 3_200, 40, ONE_FILE,
+        ),
     ),
-    "card": Length(
-        "50,000 images, 78,200 full steps of 128 (200 epochs), 7,820 at each rate of the search",
-        7_820, 78_200, "cifar10",
-        ("schedule.visit=391 steps", "batch.rows=128", "checkpoint.every=3910 steps", "learning_rate.warmup_steps=391"),
+    "card": (
+        Length(
+            "50,000 images, 78,200 full steps of 128 (200 epochs), 7,820 at each rate of the search",
+            7_820, 78_200, 128, "cifar10",
+            ("batch.rows=128", "checkpoint.every=3910 steps", "learning_rate.warmup_steps=391"),
+        ),
     ),
 }  # fmt: skip
+TIMED = {length.words: lengths[0].words for lengths in LENGTHS.values() for length in lengths}  # where step times are
 FACTORS = {"tiny": (1.0,), "short": (0.5, 1.0, 2.0), "card": (0.5, 1.0, 2.0)}
 ROUNDS = {"tiny": 1, "short": 25, "card": 25}
 CONFIG = Path(__file__).with_name("resnet20.toml")
@@ -73,30 +87,31 @@ PAPER = ((191, 88.7, 0.0574), (322, 88.7, 0.0263))  # table 2, SGD: epochs, accu
 
 
 def cases(scale: str) -> Sequence[Case]:
-    """The step times, then each method's search and training."""
+    """Of the shortest run the step times, which hold for all; then of each, each method's search and training."""
 
-    def trained(name: str) -> Case:
+    def trained(name: str, length: Length) -> Case:
         def run(place: Place) -> Figures:
-            out = place.work / f"resnet20-{scale}" / name.replace(", ", "-").replace(" ", "-")
-            return _trained(ENTRIES[name], scale, place, out)
+            out = place.work / f"resnet20-{scale}-{length.steps}" / name.replace(", ", "-").replace(" ", "-")
+            return _trained(ENTRIES[name], scale, length, place, out)
 
-        return Case(name=name, scale=LENGTHS[scale].words, run=run)
+        return Case(name=name, scale=length.words, run=run)
 
     def stepped(place: Place) -> Figures:
         contenders: dict[str, Contender] = {}
         for name, entry in ENTRIES.items():
-            contenders |= _by_block(name, entry, _config(entry, scale, place, LENGTHS[scale].steps), place)
+            contenders |= _by_block(name, entry, _config(entry, lengths[0], place, lengths[0].steps), place)
         for step in contenders.values():
             step()
         return interleaved(contenders, "full", rounds=ROUNDS[scale])
 
-    return [Case(name="step time", scale=LENGTHS[scale].words, run=stepped), *map(trained, ENTRIES)]
+    lengths = LENGTHS[scale]
+    timing = Case(name="step time", scale=lengths[0].words, run=stepped)
+    return [timing, *(trained(name, length) for length in lengths for name in ENTRIES)]
 
 
-def _trained(entry: Entry, scale: str, place: Place, out: Path) -> Figures:
+def _trained(entry: Entry, scale: str, length: Length, place: Place, out: Path) -> Figures:
     """The search's rates over a short run on the first seed, the best of them over a whole one on every seed."""
-    length = LENGTHS[scale]
-    searching = _config(entry, scale, place, length.search)
+    searching = _config(entry, length, place, length.search)
     rates = compare(
         replace(searching, evaluation=replace(searching.evaluation, rows=min(searching.evaluation.rows, 2_000))),
         [entry.method],
@@ -104,19 +119,19 @@ def _trained(entry: Entry, scale: str, place: Place, out: Path) -> Figures:
         search=Search(factors=FACTORS[scale]),
     ).trials
     best = min(rates, key=lambda trial: math.inf if trial.loss is None else trial.loss)
-    config = _config(entry, scale, place, length.steps)
+    config = _config(entry, length, place, length.steps)
     config = replace(config, optimizer=replace(config.optimizer, lr=best.lr))
     figures = searched(config, entry.method, out, Search(seeds=1 if scale == "tiny" else entry.seeds))
     return {**figures, "search": [[trial.lr, trial.loss] for trial in rates]}
 
 
-def _config(entry: Entry, scale: str, place: Place, full_steps: int) -> RunConfig:
-    """A run that takes as long as `full_steps` of full training."""
+def _config(entry: Entry, length: Length, place: Place, full_steps: int) -> RunConfig:
+    """A run that takes as long as `full_steps` of full training, with the visits of the whole run."""
     steps = round(full_steps * entry.longer)
-    length, folder = LENGTHS[scale], data_folder(place, "cifar10")
-    data = [f"images.source={data_folder(place, length.images)}", f"images.validation={folder}"]
-    until = [f"stop.duration={steps} steps", f"evaluation.every={steps} steps", f"device={place.device}"]
-    return RunConfig.load(CONFIG, [*data, *until, *length.overrides, *entry.overrides])
+    visit = max(1, round(length.steps * entry.longer) // (length.sweeps * entry.visits))
+    data = [f"images.source={data_folder(place, length.images)}", f"images.validation={data_folder(place, 'cifar10')}"]
+    until = [f"stop.duration={steps} steps", f"evaluation.every={steps} steps", f"schedule.visit={visit} steps"]
+    return RunConfig.load(CONFIG, [*data, *until, f"device={place.device}", *length.overrides, *entry.overrides])
 
 
 # -- step times -------------------------------------------------------------------------------------------------------
@@ -139,15 +154,17 @@ def step_of(name: str, block: int) -> str:
 def table(results: Results) -> str:
     """The paper's row, and a line a method at each scale."""
     text = ""
-    for scale in sorted({record["scale"] for record in results.values()}):
+    for scale in sorted(
+        {record["scale"] for record in results.values()}, key=lambda scale: [*TIMED, scale].index(scale)
+    ):
         found = {name: results[key]["figures"] for name in ENTRIES if (key := f"{name} [{scale}]") in results}
-        steps = results.get(f"step time [{scale}]", {}).get("figures", {}).get("steps", {})
+        steps = results.get(f"step time [{TIMED.get(scale, scale)}]", {}).get("figures", {}).get("steps", {})
         cost = {name: timing["ratio"] for name, timing in steps.items()}
         rows = [_paper_row(name, paper) for name, paper in zip(("full", "BCD"), PAPER, strict=True)]
         rows += [_row(name, figures, found, cost) for name, figures in found.items()]
         headings = ["", "rate", "seeds", "length", "time, of full's", "accuracy, %", "points above full", "loss"]
         text += f"{scale}\n\n" + markdown([*headings, "memory, of full's", "rates: loss"], rows) + "\n"
-        if cost:
+        if f"step time [{scale}]" in results:
             text += "A step's time, of a full step: " + ", ".join(f"{k} {v:.3f}" for k, v in cost.items()) + ".\n\n"
     return text
 
