@@ -34,11 +34,12 @@ class Entry(NamedTuple):
 
 
 class Length(NamedTuple):
-    """How far a run goes. search, steps: of full training, at each rate of the search and at the best one. sweeps: of
-    blocks in those steps. images: what is trained on."""
+    """How far a run goes. search, steps: of full training, at each rate of the search and at the best one. factors: the
+    search's, of the rate in resnet20.toml. sweeps: of blocks in those steps. images: what is trained on."""
 
     words: str
     search: int
+    factors: tuple[float, ...]
     steps: int
     sweeps: int
     images: str
@@ -57,30 +58,29 @@ ONE_FILE = "cifar10/train-00000-of-00006.parquet"
 LENGTHS: dict[str, tuple[Length, ...]] = {
     "tiny": (
         Length(
-            "tiny, only to see that it runs", 2, 4, 1, ONE_FILE,
+            "tiny, only to see that it runs", 2, (1.0,), 4, 1, ONE_FILE,
             ("batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"),
         ),
     ),
     "short": (
         Length(
             "8,334 images, 640 full steps of 64 (5 epochs), 240 at each rate of the search; all 10,000 test images",
-            240, 640, 8, ONE_FILE,
+            240, (0.5, 1.0, 2.0), 640, 8, ONE_FILE,
         ),
         Length(
             "8,334 images, 3,200 full steps of 64 (25 epochs), 640 at each rate of the search; all 10,000 test images",
-            640, 3_200, 40, ONE_FILE,
+            640, (0.25, 0.5, 1.0), 3_200, 40, ONE_FILE,
         ),
     ),
     "card": (
         Length(
             "50,000 images, 78,200 full steps of 128 (200 epochs), 7,820 at each rate of the search",
-            7_820, 78_200, 128, "cifar10",
+            7_820, (0.5, 1.0, 2.0), 78_200, 128, "cifar10",
             ("batch.rows=128", "checkpoint.every=3910 steps", "learning_rate.warmup_steps=391"),
         ),
     ),
 }  # fmt: skip
 TIMED = {length.words: lengths[0].words for lengths in LENGTHS.values() for length in lengths}  # where step times are
-FACTORS = {"tiny": (1.0,), "short": (0.5, 1.0, 2.0), "card": (0.5, 1.0, 2.0)}
 ROUNDS = {"tiny": 1, "short": 25, "card": 25}
 CONFIG = Path(__file__).with_name("resnet20.toml")
 PAPER = ((191, 88.7, 0.0574), (322, 88.7, 0.0263))  # table 2, SGD: epochs, accuracy in percent, loss; full, BCD
@@ -116,7 +116,7 @@ def _trained(entry: Entry, scale: str, length: Length, place: Place, out: Path) 
         replace(searching, evaluation=replace(searching.evaluation, rows=min(searching.evaluation.rows, 2_000))),
         [entry.method],
         out / "rates",
-        search=Search(factors=FACTORS[scale]),
+        search=Search(factors=length.factors),
     ).trials
     best = min(rates, key=lambda trial: math.inf if trial.loss is None else trial.loss)
     config = _config(entry, length, place, length.steps)
