@@ -9,13 +9,14 @@ finished is not taken again, one that was interrupted goes on; after `--budget` 
 steps of all methods in turns. `--write` puts what is there into the size's result file and its table of docs/LOG.md,
 unless a method with a result has no finished run in FOLDER.
 
-The B-F multiplier is the tokens that a method needs to full training's last validation loss of the same seed, over full
-training's tokens; the crossing is interpolated between evaluations. FLOPs are counted, of the forward and backward
-passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off the forward pass of
-the frozen prefix, as if a cache of it filled itself. Time is the sum of a run's steps until the crossing, each at the
-share of a full step that a step in its block takes: the median of interleaved rounds in one process (stepping.py), no
-cache. Memory is that of weights, gradients and moments, and the tracked peak of a step. All of these are shares of full
-training's; where its loss is not reached, plain blocks' last loss is a nearer mark.
+The B-F multiplier is the tokens that a method needs to the last validation loss of full training with the same seed and
+optimizer (of the active block; a tail has its own rule), over full training's tokens; the crossing is interpolated
+between evaluations. FLOPs are counted, of the forward and backward passes (not of the optimizers: a Newton-Schulz update
+has products of its own); "cached" takes off the forward pass of the frozen prefix, as if a cache of it filled itself.
+Time is the sum of a run's steps until the crossing, each at the share of a full step that a step in its block takes: the
+median of interleaved rounds in one process (stepping.py), no cache. Memory is that of weights, gradients and moments, and
+the tracked peak of a step. All of these are shares of full training's; where its loss is not reached, plain blocks' last
+loss is a nearer mark.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ SIZES = {
         overrides=("model.config.n_embd=384", "model.config.n_head=6", "batch.rows=8", "evaluation.rows=64"),
     ),
 }
+MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"']
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1"],
     "blocks, M=3": [],
@@ -105,7 +107,20 @@ METHODS: dict[str, list[str]] = {
         *("blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"),
     ],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
+    "suffix, M=4 of modules, without the top": [
+        *("schedule.span=suffix", "blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"),
+    ],
+    "full, Muon": ["blocks.count=1", *MUON],
+    "Muon, tail newton-schulz, M=4 of modules": [
+        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
+        *("blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]", *MUON),
+    ],
 }
+
+
+def full_of(method: str) -> str:
+    """Full training with a method's optimizer."""
+    return "full, Muon" if set(MUON) <= set(METHODS[method]) else "full"
 
 
 def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
@@ -116,7 +131,7 @@ def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
 def config_of(runs: Path, size: Size, method: str, rate: float, seed: int) -> bt.RunConfig:
     """What a run is asked for."""
     whole = [f"schedule.visit={size.steps} steps", f"stop.duration={size.steps} steps"]
-    steps = whole if method == "full" else [f"stop.duration={size.steps * 3 // 2} steps"]
+    steps = whole if method == full_of(method) else [f"stop.duration={size.steps * 3 // 2} steps"]
     overrides = [
         *size.overrides,
         *METHODS[method],
@@ -133,7 +148,7 @@ def train(runs: Path, size: Size, method: str, rate: float, seed: int) -> None:
     folder = folder_of(runs, method, rate, seed)
     if not (folder / "run.json").exists():
         config = config_of(runs, size, method, rate, seed)
-        bt.run(config, folder, method="full" if method == "full" else "bcd")
+        bt.run(config, folder, method="full" if method == full_of(method) else "bcd")
     elif finished(runs, method, rate, seed) is None:
         bt.resume(folder)
 
@@ -178,7 +193,7 @@ def planned(runs: Path, size: Size, methods: list[str], seeds: int) -> Iterator[
 def time_steps(runs: Path, size: Size, methods: Sequence[str], rounds: int) -> dict[str, Any]:
     """A step of each method in each of its blocks, in turns, beside a full step."""
     contenders = {}
-    for method in dict.fromkeys(("full", *methods)):
+    for method in dict.fromkeys(("full", *map(full_of, methods), *methods)):
         job = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
         for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
             contenders[_step_name(method, index)] = steps_of(job, job.trained[index])
@@ -224,8 +239,8 @@ def spent(record: RunRecord, step: float, costs: Mapping[int, float] | Sequence[
 
 
 def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
-    """One run beside full training of the same seed; None where one of them is missing."""
-    mine, full = finished(runs, method, rate, seed), finished(runs, "full", full_rate, seed)
+    """One run beside full training of the same seed and optimizer; None where one of them is missing."""
+    mine, full = finished(runs, method, rate, seed), finished(runs, full_of(method), full_rate, seed)
     if mine is None or full is None or mine.tracked is None or mine.cost is None or full.cost is None:
         return None
     target = last_loss(full)
@@ -235,9 +250,9 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
         uncached, cached = costs_of(folder_of(runs, method, rate, seed))
         costs |= {"flops": spent(mine, step, uncached) / whole, "flops_cached": spent(mine, step, cached) / whole}
-        shares = {0: 1.0} if mine.is_full else shares_of(timed(runs), method)
-        if shares:
-            costs["time"] = spent(mine, step, shares) / full.steps_done
+        shares, beside = (shares_of(timed(runs), each) for each in (method, full_of(method)))
+        if shares and beside:
+            costs["time"] = spent(mine, step, shares) / (beside[0] * full.steps_done)
     kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
     peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
     return {
@@ -276,12 +291,11 @@ def against_plain(rows: list[dict[str, Any]]) -> None:
 def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
     """What was measured: the search, and each method at its best rate."""
     rates = {method: best_rate(runs, size, method) for method in METHODS}
-    full = rates["full"]
     found = [
-        row(runs, method, rate, seed, full)
+        row(runs, method, rate, seed, whole)
         for method, rate in rates.items()
         for seed in range(seeds)
-        if rate is not None and full is not None
+        if rate is not None and (whole := rates[full_of(method)]) is not None
     ]
     rows = [item for item in found if item is not None]
     against_plain(rows)
