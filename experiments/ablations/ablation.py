@@ -9,14 +9,14 @@ finished is not taken again, one that was interrupted goes on; after `--budget` 
 steps of all methods in turns. `--write` puts what is there into the size's result file and its table of docs/LOG.md,
 unless a method with a result has no finished run in FOLDER.
 
-The B-F multiplier is the tokens that a method needs to the last validation loss of full training with the same seed and
-optimizer (of the active block; a tail has its own rule), over full training's tokens; the crossing is interpolated
-between evaluations. FLOPs are counted, of the forward and backward passes (not of the optimizers: a Newton-Schulz update
-has products of its own); "cached" takes off the forward pass of the frozen prefix, as if a cache of it filled itself.
-Time is the sum of a run's steps until the crossing, each at the share of a full step that a step in its block takes: the
-median of interleaved rounds in one process (stepping.py), no cache. Memory is that of weights, gradients and moments, and
-the tracked peak of a step. All of these are shares of full training's; where its loss is not reached, plain blocks' last
-loss is a nearer mark.
+The B-F multiplier is the tokens that a method needs to the last validation loss of full training with the same seed
+and optimizer (of the active block; a tail has its own rule), over full training's tokens; the crossing is
+interpolated between evaluations. FLOPs are counted, of the forward and backward passes (not of the optimizers: a
+Newton-Schulz update has products of its own); "cached" takes off the forward pass of the frozen prefix, as if a cache
+of it filled itself. Time is the sum of a run's steps until the crossing, each at the share of a full step that a step
+in its block takes: the median of interleaved rounds in one process (stepping.py), no cache. Memory is that of
+weights, gradients and moments, and the tracked peak of a step. All of these are shares of full training's; where its
+loss is not reached, plain blocks' last loss is a nearer mark.
 """
 
 from __future__ import annotations
