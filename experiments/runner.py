@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabling import put
 
 from blocktrain.errors import BlocktrainError, Interrupted
 from blocktrain.runtime import environment
 
 HERE = Path(__file__).resolve().parent
-BEGIN, END = "<!-- written by tables.py -->\n", "<!-- end -->\n"
 
 Figures = dict[str, Any]
 Results = Mapping[str, Mapping[str, Any]]  # key of the case -> record
@@ -135,10 +135,7 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 def write_table(experiment: Experiment) -> None:
     """Put the table of what is known into the experiment's README, between its markers."""
-    folder = HERE / experiment.name
-    readme = folder / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(before + BEGIN + section(experiment) + END + rest.partition(END)[2])
+    put(HERE / experiment.name / "README.md", "tables.py", section(experiment))
 
 
 def section(experiment: Experiment) -> str:

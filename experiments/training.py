@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,6 @@ def searched(config: RunConfig, method: str, out: Path, search: Search) -> Figur
 def loss_after(curve: Sequence[Sequence[Any]], tokens: float) -> float:
     """The loss of a curve after `tokens`, on the line between the evaluations around it."""
     return float(np.interp(tokens, [row[0] for row in curve], [row[1] for row in curve]))
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """The mean and, of several, the range."""
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def spent(name: str, run: Figures, step: float, cost: Mapping[str, float], *, called: str) -> float:

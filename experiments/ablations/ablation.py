@@ -45,10 +45,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from stepping import interleaved, steps_of  # noqa: E402 - found beside this folder
-from training import spread  # noqa: E402 - likewise
+from tabling import put, spread  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
-END = "<!-- end -->\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class Size:
     overrides: tuple[str, ...] = ()
 
     @property
-    def begin(self) -> str:
-        """What comes before its table in the log."""
-        return f"<!-- written by ablation.py, {self.result} -->\n"
+    def writer(self) -> str:
+        """Who writes its table in the log."""
+        return f"ablation.py, {self.result}"
 
 
 SIZES = {
@@ -364,8 +363,7 @@ def write(result: dict[str, Any], size: Size) -> None:
             f"not written: no finished runs of {', '.join(sorted(lost))} beside full training's, and {path} has them"
         )
     path.write_text(json.dumps(result, indent=1) + "\n")
-    before, _, rest = LOG.read_text().partition(size.begin)
-    LOG.write_text(f"{before}{size.begin}{table(result)}{END}{rest.partition(END)[2]}")
+    put(LOG, size.writer, table(result))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
@@ -18,8 +19,11 @@ from blocktrain.plan.cost import MULTIPLIERS, price_of, reduction
 from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- written by economics.py -->\n", "<!-- end -->\n"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tabling import put  # noqa: E402 - found beside this folder
+
 MODELS = ("G-1.6B", "G-5.4B", "G-10B", "G-20B")
 
 
@@ -171,9 +175,7 @@ def main() -> None:
     print(text)
     if options.write:
         (HERE / "result.json").write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        put(HERE / "README.md", "economics.py", text)
 
 
 if __name__ == "__main__":

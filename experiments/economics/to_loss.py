@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,10 @@ from blocktrain.plan.presets import find_model
 from blocktrain.report.multiplier import tokens_to_reach
 
 HERE = Path(__file__).resolve().parent
-EXPERIMENTS = HERE.parent
-BEGIN, END = "<!-- written by to_loss.py -->\n", "<!-- end -->\n"
+sys.path.insert(0, str(HERE.parent))
+
+from tabling import put, spread  # noqa: E402 - found beside this folder
+
 MODELS = ("g-1.6b", "l-1.5b", "g-5.4b", "g-10b", "g-20b")
 CARDS = ("rtx4090", "a100-80")
 PRECISION = "bf16-exact"
@@ -55,16 +58,10 @@ class Measured:
         """Over seeds."""
         return statistics.mean(self.values)
 
-    @property
-    def shown(self) -> str:
-        """Mean and range."""
-        low, high = min(self.values), max(self.values)
-        return f"{self.mean:.2f}" if len(self.values) == 1 else f"{self.mean:.2f} ({low:.2f} to {high:.2f})"
-
 
 def scratch(name: str, file: str) -> Measured:
     """Plain blocks in a result of the ablation."""
-    rows = json.loads((EXPERIMENTS / "ablations" / file).read_text())["rows"]
+    rows = json.loads((HERE.parent / "ablations" / file).read_text())["rows"]
     full = {row["seed"]: row for row in rows if row["method"] == "full"}
     mine = [row for row in rows if row["method"] == "blocks, M=3"]
     reached = all(row["multiplier"] is not None for row in mine)
@@ -75,7 +72,7 @@ def scratch(name: str, file: str) -> Measured:
 
 def tuning(name: str, method: str, blocks: int) -> Measured:
     """A method of the fine-tuning experiment that reached full training's loss."""
-    results = json.loads((EXPERIMENTS / "finetuning" / "result.json").read_text())
+    results = json.loads((HERE.parent / "finetuning" / "result.json").read_text())
     found = {record["case"]: record["figures"] for record in results.values() if record["scale"].startswith("1,000")}
     beside = zip(found[method]["runs"], found["full"]["runs"], strict=True)
     values = [
@@ -174,7 +171,7 @@ def tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) -> str
     text = []
     for item in measured:
         where = "to full training's last loss" if item.reached else "to the last loss in blocks, not full training's"
-        text.append(f"\n### {item.name}: {item.shown}, {where} ({item.source}); M = {item.blocks}\n")
+        text.append(f"\n### {item.name}: {spread(item.values, 2)}, {where} ({item.source}); M = {item.blocks}\n")
         text.append(
             "| model | card | full: cards, s a step, $ | blocks: cards, s a step, $ | saved, % | cheaper below "
             "| saved against full on the cheaper card, % |\n"
@@ -183,12 +180,12 @@ def tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) -> str
         for row in (row for row in found if row["measured"] == item.name):
             full, mine = row["full"], row["blocks"]
             low, high = (f"{100 * row['saved'][index]:.0f}" for index in (1, 2))
-            spread = f" ({low} to {high})" if low != high else ""
+            varied = f" ({low} to {high})" if low != high else ""
             text.append(
                 f"| {row['model']} | {row['card']} "
                 f"| {full['cards']}, {full['step_seconds']:.2f}, {full['dollars']:.2f} "
                 f"| {mine['cards']}, {mine['step_seconds']:.2f}, {row['dollars']:.2f} "
-                f"| {100 * row['saved'][0]:.0f}{spread} | {row['break_even']:.2f} "
+                f"| {100 * row['saved'][0]:.0f}{varied} | {row['break_even']:.2f} "
                 f"| {100 * reduction(row['dollars'], row['cheapest_full']):.0f} |"
             )
     return "\n".join(text).lstrip() + "\n"
@@ -205,9 +202,7 @@ def main() -> None:
     print(text)
     if options.write:
         (HERE / "to_loss.json").write_text(json.dumps(found, indent=1) + "\n")
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        put(HERE / "README.md", "to_loss.py", text)
 
 
 if __name__ == "__main__":

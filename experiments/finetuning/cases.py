@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
 from stepping import Contender, interleaved, steps_of, steps_of_peer
-from training import data_folder, searched, spent, spread
+from tabling import spread
+from training import data_folder, searched, spent
 
 from blocktrain.baselines.compare import Search
 from blocktrain.baselines.cycle import VISIT

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,8 +33,11 @@ from blocktrain.data.stdlib import stdlib_files
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
 
-HERE = Path(__file__).parent
-BEGIN, END = "<!-- written by parallel_blocks.py -->\n", "<!-- end -->\n"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tabling import put  # noqa: E402 - found beside this folder
+
 BLOCKS, LAYERS, WIDTH, TOKENS, ROWS, RATE = 3, 4, 96, 64, 8, 1e-3
 EVALUATIONS, VALIDATION_ROWS = 9, 64
 
@@ -159,9 +163,7 @@ def main() -> None:
             "steps": options.steps,
         }
         (HERE / "result.json").write_text(json.dumps({**found, "curves": results}, indent=1) + "\n")
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(BEGIN)
-        readme.write_text(before + BEGIN + table(results, options.steps) + END + rest.partition(END)[2])
+        put(HERE / "README.md", "parallel_blocks.py", table(results, options.steps))
 
 
 if __name__ == "__main__":

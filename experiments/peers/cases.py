@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from runner import Case, Experiment, Figures, Place, Results, markdown
 from stepping import Contender, interleaved, steps_of, steps_of_peer
-from training import loss_after, searched, spread
+from tabling import spread
+from training import loss_after, searched
 
 from blocktrain.baselines.compare import Search
 from blocktrain.baselines.methods import METHODS

@@ -1,36 +1,24 @@
 """The ablation's table: what the log says is what the script makes of its result file."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from ablations import ablation
+from tabling import placed
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "ablations"
 
 
-@pytest.fixture(scope="module")
-def ablation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablation", FOLDER / "ablation.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["0.7M", "0.7M-long", "11M"])
-def test_the_log_shows_the_result(ablation: ModuleType, name: str) -> None:
+def test_the_log_shows_the_result(name: str) -> None:
     size = ablation.SIZES[name]
     table = ablation.table(json.loads((FOLDER / size.result).read_text()))
-    assert f"{size.begin}{table}{ablation.END}" in ablation.LOG.read_text()
+    assert placed(size.writer, table) in ablation.LOG.read_text()
 
 
-def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleType) -> None:
+def test_seeds_are_averaged_and_what_was_not_reached_says_so() -> None:
     def seed(loss: float, multiplier: float | None) -> dict[str, Any]:
         costs = {"multiplier": multiplier, "flops": multiplier, "flops_cached": multiplier, "time": multiplier}
         peaks = {"peak_bytes": [60, 30], "peak_bytes_full": 100, "kept_bytes": [20, 10], "kept_bytes_full": 50}
@@ -45,9 +33,7 @@ def test_seeds_are_averaged_and_what_was_not_reached_says_so(ablation: ModuleTyp
     )
 
 
-def test_runs_that_lack_a_method_do_not_take_its_result_away(
-    ablation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_lack_a_method_do_not_take_its_result_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--write` with a new folder of runs once emptied result.json and the log's table."""
     known = (FOLDER / "result.json").read_text()
     (tmp_path / "result.json").write_text(known)

@@ -1,36 +1,24 @@
 """Dollars to a loss: the README says what the script makes of the result files, and a loss of money is shown."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from economics import to_loss
+from tabling import placed
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "economics"
 
 
 @pytest.fixture(scope="module")
-def to_loss() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("to_loss", FOLDER / "to_loss.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["to_loss"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def found(to_loss: ModuleType) -> list[dict[str, Any]]:
+def found() -> list[dict[str, Any]]:
     return to_loss.rows([each() for each in to_loss.MEASURED], to_loss.load_hardware())
 
 
-def test_the_readme_and_the_result_are_the_scripts(to_loss: ModuleType, found: list[dict[str, Any]]) -> None:
+def test_the_readme_and_the_result_are_the_scripts(found: list[dict[str, Any]]) -> None:
     text = to_loss.tables(found, [each() for each in to_loss.MEASURED])
-    assert to_loss.BEGIN + text + to_loss.END in (FOLDER / "README.md").read_text()
+    assert placed("to_loss.py", text) in (FOLDER / "README.md").read_text()
     assert json.loads((FOLDER / "to_loss.json").read_text()) == json.loads(json.dumps(found))
 
 
@@ -42,7 +30,7 @@ def test_what_is_saved_changes_its_sign_at_the_break_even(found: list[dict[str, 
         assert row["dollars"] == pytest.approx(row["blocks"]["dollars_same_tokens"] * row["multiplier"])
 
 
-def test_a_loss_that_was_not_reached_is_not_called_full_trainings(to_loss: ModuleType) -> None:
+def test_a_loss_that_was_not_reached_is_not_called_full_trainings() -> None:
     item = to_loss.Measured(name="here", source="a.json", blocks=3, values=[2.0, 3.0], reached=False)
     row = {
         "measured": "here",

@@ -1,0 +1,32 @@
+"""What the tables of all experiments share: their place in a document, and a mean with its range."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+END = "<!-- end -->\n"
+
+
+def placed(writer: str, table: str) -> str:
+    """A table between its markers; `writer` is the script that makes it."""
+    return f"{_begin(writer)}{table}{END}"
+
+
+def put(document: Path, writer: str, table: str) -> None:
+    """Write the table in place of the one between the markers of `writer`."""
+    before, found, rest = document.read_text().partition(_begin(writer))
+    if not found:
+        raise ValueError(f"{document} has no line {_begin(writer)!r}")
+    document.write_text(before + placed(writer, table) + rest.partition(END)[2])
+
+
+def _begin(writer: str) -> str:
+    return f"<!-- written by {writer} -->\n"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean and, of several, the range."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
