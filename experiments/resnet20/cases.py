@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pyarrow import parquet
 from runner import Case, Experiment, Figures, Place, Results, markdown
 from stepping import Contender, interleaved, steps_of
 from tabling import spread
@@ -36,7 +37,8 @@ class Entry(NamedTuple):
 
 class Length(NamedTuple):
     """How far a run goes. search, steps: of full training, at each rate of the search and at the best one. factors: the
-    search's, of the rate in resnet20.toml. sweeps: of blocks in those steps. images: what is trained on."""
+    search's, of the rate in resnet20.toml. sweeps: of blocks in those steps. images: what is trained on; every: of a
+    file only each n-th. seeds: at most."""
 
     words: str
     search: int
@@ -45,6 +47,8 @@ class Length(NamedTuple):
     sweeps: int
     images: str
     overrides: tuple[str, ...] = ()
+    every: int = 1
+    seeds: int = 3
 
 
 # Blocks get about full training's time; the table says how near.
@@ -60,7 +64,7 @@ LENGTHS: dict[str, tuple[Length, ...]] = {
     "tiny": (
         Length(
             "tiny, only to see that it runs", 2, (1.0,), 4, 1, ONE_FILE,
-            ("batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"),
+            ("batch.rows=8", "evaluation.rows=16", "evaluation.batch_rows=8"), seeds=1,
         ),
     ),
     "short": (
@@ -70,7 +74,11 @@ LENGTHS: dict[str, tuple[Length, ...]] = {
         ),
         Length(
             "8,334 images, 3,200 full steps of 64 (25 epochs), 640 at each rate of the search; all 10,000 test images",
-            640, (0.25, 0.5, 1.0), 3_200, 40, ONE_FILE,
+            640, (0.25, 0.5, 1.0), 3_200, 40, ONE_FILE, seeds=1,
+        ),
+        Length(
+            "2,084 images, 2,400 full steps of 64 (74 epochs), 480 at each rate of the search; all 10,000 test images",
+            480, (0.25, 0.5, 1.0), 2_400, 10, ONE_FILE, every=4,
         ),
     ),
     "card": (
@@ -122,7 +130,7 @@ def _trained(entry: Entry, scale: str, length: Length, place: Place, out: Path) 
     best = min(rates, key=lambda trial: math.inf if trial.loss is None else trial.loss)
     config = _config(entry, length, place, length.steps)
     config = replace(config, optimizer=replace(config.optimizer, lr=best.lr))
-    figures = searched(config, entry.method, out, Search(seeds=1 if scale == "tiny" else entry.seeds))
+    figures = searched(config, entry.method, out, Search(seeds=min(entry.seeds, length.seeds)))
     return {**figures, "search": [[trial.lr, trial.loss] for trial in rates]}
 
 
@@ -130,9 +138,21 @@ def _config(entry: Entry, length: Length, place: Place, full_steps: int) -> RunC
     """A run that takes as long as `full_steps` of full training, with the visits of the whole run."""
     steps = round(full_steps * entry.longer)
     visit = max(1, round(length.steps * entry.longer) // (length.sweeps * entry.visits))
-    data = [f"images.source={data_folder(place, length.images)}", f"images.validation={data_folder(place, 'cifar10')}"]
+    whole = Path(data_folder(place, length.images))
+    source = whole if length.every == 1 else _every(length.every, whole, place.work)
+    data = [f"images.source={source}", f"images.validation={data_folder(place, 'cifar10')}"]
     until = [f"stop.duration={steps} steps", f"evaluation.every={steps} steps", f"schedule.visit={visit} steps"]
     return RunConfig.load(CONFIG, [*data, *until, f"device={place.device}", *length.overrides, *entry.overrides])
+
+
+def _every(step: int, whole: Path, folder: Path) -> Path:
+    """A file of every `step`-th image; classes are mixed."""
+    few = folder / f"{whole.stem}-every-{step}.parquet"
+    if not few.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        images = parquet.read_table(whole)
+        parquet.write_table(images.take(range(0, len(images), step)), few)
+    return few
 
 
 # -- step times -------------------------------------------------------------------------------------------------------
