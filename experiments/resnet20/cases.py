@@ -151,7 +151,7 @@ def _every(step: int, whole: Path, folder: Path) -> Path:
     if not few.exists():
         folder.mkdir(parents=True, exist_ok=True)
         images = parquet.read_table(whole)
-        parquet.write_table(images.take(range(0, len(images), step)), few)
+        parquet.write_table(images.take(list(range(0, len(images), step))), few)
     return few
 
 
