@@ -26,13 +26,14 @@ from blocktrain.train.job import build
 
 
 class Entry(NamedTuple):
-    """A row of the table. longer: its steps, over full training's. visits: in a sweep."""
+    """A row of the table. longer: its steps, over full training's. visits: in a sweep. once: one sweep is all."""
 
     method: str
     longer: float
     visits: int = 1
     overrides: tuple[str, ...] = ()
     seeds: int = 3
+    once: bool = False
 
 
 class Length(NamedTuple):
@@ -57,6 +58,9 @@ ENTRIES: dict[str, Entry] = {
     "blocks": Entry("bcd", 1.9125, 3),
     "suffix": Entry("bcd", 1.8375, 3, ("schedule.span=suffix",)),
     "suffix, block 0 twice": Entry("bcd", 1.5, 4, ("schedule.span=suffix", "schedule.order=[0, 0, 1, 2]")),
+    "suffix, block 0 until the end": Entry(
+        "bcd", 1.15, 5, ("schedule.span=suffix", "schedule.order=[0, 0, 0, 0, 1]"), once=True
+    ),
     "two blocks": Entry("bcd", 1.525, 2, ("blocks.count=2",), seeds=1),
 }
 ONE_FILE = "cifar10/train-00000-of-00006.parquet"
@@ -137,7 +141,8 @@ def _trained(entry: Entry, scale: str, length: Length, place: Place, out: Path) 
 def _config(entry: Entry, length: Length, place: Place, full_steps: int) -> RunConfig:
     """A run that takes as long as `full_steps` of full training, with the visits of the whole run."""
     steps = round(full_steps * entry.longer)
-    visit = max(1, round(length.steps * entry.longer) // (length.sweeps * entry.visits))
+    sweeps = 1 if entry.once else length.sweeps
+    visit = max(1, round(length.steps * entry.longer) // (sweeps * entry.visits))
     whole = Path(data_folder(place, length.images))
     source = whole if length.every == 1 else _every(length.every, whole, place.work)
     data = [f"images.source={source}", f"images.validation={data_folder(place, 'cifar10')}"]

@@ -69,6 +69,12 @@ MIXTURE = replace(find_model("mixtral-8x7b"), layers=2, width=512, heads=8, kv_h
 MEANS: dict[str, dict[str, Any]] = {
     "streamed": {"precision": find_precision("bf16-exact"), "frozen": "host", "checkpointing": "layers"},
     "fp32, of modules": {"pieces": "modules", "blocks": 4},
+    "bf16-exact, checkpointed, chunked loss": {
+        "precision": find_precision("bf16-exact"),
+        "checkpointing": "layers",
+        "loss_chunk": 64,
+    },
+    "fp32, checkpointed, chunked loss": {"checkpointing": "layers", "loss_chunk": 64},
     "nf4, finer": {"precision": find_precision("nf4"), "largest": 1_000_000, "blocks": 21, "loss_chunk": 64},
 }
 

@@ -3,11 +3,12 @@
 A step is a few moments, of which one is the worst:
 
     loss        everything kept is alive, and the logits three times over in fp32
-    backward    top layer: everything kept    lower: kept memory falls, gradients of the active layers grow
+    backward    top layer: everything kept    lower: kept memory falls, gradients of the active layers grow; in the
+                lowest one the MLP's gradients come first, when what it kept is gone
     embedding   all gradients; a tied one's is the head's, which has waited since the loss (model/tied.py)
     update      gradients and moments, no activations
 
-Kept memory and gradients are linear in the layer, so the moments between need not be looked at.
+Between these, kept memory and gradients are linear, so no other moment can be the worst.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from blocktrain.plan.layout import Layout, Piece, trains_projection, worst_pieces
-from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes
+from blocktrain.plan.operations import attention_of, head_operations, layer_operations, saved_bytes
 from blocktrain.plan.shapes import shapes
 from blocktrain.plan.spec import ModelSpec
 
 # In the order they are stacked; the report's colours follow it.
 PARTS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "workspace")
-ADAMW_8BIT_CHUNK = UNPACK_CHUNK = 2**22  # scalars that are in fp32 at a time: optim/adamw8bit.py, packing.py
+ADAMW_8BIT_CHUNK = UNPACK_CHUNK = 2**22  # scalars in fp32 at a time: optim/adamw8bit.py, packing.py, precision.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +169,12 @@ class _Step:
                 woken=awake.tail_running + awake.kept_tail,
             ),
         )
-        if piece.active:
-            below = self.waiting + kept.lowest_active + kept.recomputed
+        for moment, below, coming in self._lowest():
             yield (
-                "backward, first active layer",
+                moment,
                 self._at(
-                    below,
-                    gradients=head + piece.owned.layers,
+                    self.waiting + below,
+                    gradients=head + piece.owned.layers - coming,
                     workspace=layer_workspace + arriving + of_head,
                     woken=awake.active_running,
                 ),
@@ -191,6 +191,19 @@ class _Step:
             yield "prefix", self._at(0.0, workspace=workspace, woken=awake.layer_running)
         if piece.embedding == "frozen" and self.layout.cache == "off":
             yield "embedding", self._at(0.0, workspace=self.row, woken=awake.embedding_running)
+
+    def _lowest(self) -> Iterator[tuple[str, float, int]]:
+        """(moment, bytes kept, scalars whose gradient is still to come) of the first active layer. Where a block owns
+        parts of it, which ones is not asked: all of its gradients beside all that it keeps."""
+        kept, layer = self.kept, self.spec.layer_parameters
+        if not self.piece.active:
+            return
+        if self.piece.owned.layers < self.piece.active * layer:
+            yield "backward, first active layer", kept.lowest_active + kept.recomputed, 0
+            return
+        yield "backward, first active layer", kept.lowest_active + kept.recomputed, layer
+        attention = attention_of(layer_operations(self.spec, self.dtype))
+        yield "backward, first active attention", kept.lowest_attention, sum(each.weights for each in attention)
 
     def _loss(self, head: int) -> Iterator[tuple[str, dict[str, float]]]:
         """The logits are there three times over in fp32; of a chunked loss, those of one chunk, but a trained head's
@@ -236,8 +249,8 @@ class _Step:
         return float(self.dtype * max(owned.largest, owned.cut) + copied)
 
     def _updating(self) -> float:
-        """Beside all gradients. Masters are stepped one parameter at a time, its gradient in fp32; what writing it back
-        takes (`half` in optim/precision.py) is less."""
+        """Beside all gradients. Masters are stepped one parameter at a time, its gradient in fp32, and then written
+        back (`half` in optim/precision.py)."""
         biggest = self.piece.owned.largest
         chunk = 20.0 * min(biggest, ADAMW_8BIT_CHUNK) if self.layout.moments == "8bit" else 0.0
         if not self.layout.precision.master or self.layout.method == "offload":
@@ -247,7 +260,8 @@ class _Step:
             remaining = self.active - before
             widened = remaining * each + (4 * size if each < 4 else 0)
             after = (remaining - size) * each
-            worst = max(worst, widened, after + 4 * size + chunk)
+            written = after + 2 * size + 7 * min(size, UNPACK_CHUNK)
+            worst = max(worst, widened, after + 4 * size + chunk, written)
         return worst - self.active * each
 
     def _update_order(self) -> Iterator[tuple[int, int]]:
@@ -314,11 +328,12 @@ class _Awake:
 
 
 @lru_cache(maxsize=1024)
-def _kept_per_token(spec: ModelSpec, dtype: int) -> tuple[float, float, float, float]:
-    """Of a layer, trained and not, and of the head, trained and not."""
+def _kept_per_token(spec: ModelSpec, dtype: int) -> tuple[float, float, float, float, float]:
+    """Of a layer, trained, its attention alone, and not trained, and of the head, trained and not."""
     layer, head = layer_operations(spec, dtype), head_operations(spec, dtype)
     return (
         saved_bytes(layer, dtype, trained=True),
+        saved_bytes(attention_of(layer), dtype, trained=True),
         saved_bytes(layer, dtype, trained=False),
         saved_bytes(head, dtype, trained=True),
         saved_bytes(head, dtype, trained=False),
@@ -330,11 +345,12 @@ class _Kept:
 
     def __init__(self, spec: ModelSpec, layout: Layout, piece: Piece, tokens: int):
         dtype = layout.precision.weight
-        active, tail, trained, frozen = (tokens * kept for kept in _kept_per_token(spec, dtype))
+        active, attention, tail, trained, frozen = (tokens * kept for kept in _kept_per_token(spec, dtype))
         row = float(spec.width * dtype * tokens)
         per_active, per_tail = (row, row) if layout.checkpointing == "layers" else (active, tail)
         self.layers = piece.active * per_active + piece.tail * per_tail
         self.lowest_active = per_active if piece.active else 0.0
+        self.lowest_attention = attention + (row if layout.checkpointing == "layers" else 0.0)
         self.recomputed = 0.0
         if layout.checkpointing == "layers":
             self.recomputed = active if piece.active else tail if piece.tail else 0.0

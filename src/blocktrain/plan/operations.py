@@ -38,6 +38,12 @@ def layer_operations(spec: ModelSpec, dtype_bytes: int) -> tuple[Operation, ...]
     return tuple(_gpt2_layer(spec) if spec.family == "gpt2" else _llama_layer(spec, dtype_bytes))
 
 
+def attention_of(operations: Sequence[Operation]) -> Sequence[Operation]:
+    """Of a layer's operations those up to the first residual addition; the MLP's follow."""
+    names = [operation.name for operation in operations]
+    return operations[: names.index("add") + 1]
+
+
 def _gpt2_layer(spec: ModelSpec) -> Iterator[Operation]:
     d, inner = spec.width, spec.inner
     yield _layer_norm("ln_1", d)
