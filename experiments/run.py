@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", choices=[*NAMES, "all"])
     parser.add_argument("--budget", type=float, default=10.0, metavar="MINUTES", help="default: %(default)s")
     parser.add_argument("--scale", choices=("tiny", "short", "card"), default="short", help="default: %(default)s")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name [scale] has this")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases with this in their name, or in NAME [SCALE]")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="real data, for what trains on them")
     parser.add_argument("--work", type=Path, default=Path("runs/experiments"), metavar="FOLDER", help="for run folders")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     done = True
     for name in NAMES if options.name == "all" else [options.name]:
         found = experiment(name)
-        cases = [case for case in found.cases(options.scale) if options.only in case.key]
+        cases = [case for case in found.cases(options.scale) if case.is_called(options.only)]
         kept = options.result
         result = runner.HERE / name / "result.json" if kept is None else kept / f"{name}.json"
         done &= runner.run_cases(cases, place, result, minutes=(until - time.monotonic()) / 60)

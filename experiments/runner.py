@@ -58,6 +58,10 @@ class Case:
         """Under which its result is kept."""
         return f"{self.name} [{self.scale}]"
 
+    def is_called(self, text: str) -> bool:
+        """Whether its name has `text` in it; a text with a bracket is looked for in its key."""
+        return text in (self.key if "[" in text else self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:

@@ -16,10 +16,11 @@ def placed(writer: str, table: str) -> str:
 
 def put(document: Path, writer: str, table: str) -> None:
     """Write the table in place of the one between the markers of `writer`."""
-    before, found, rest = document.read_text().partition(_begin(writer))
-    if not found:
-        raise ValueError(f"{document} has no line {_begin(writer)!r}")
-    document.write_text(before + placed(writer, table) + rest.partition(END)[2])
+    before, begun, rest = document.read_text().partition(_begin(writer))
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise ValueError(f"{document} has no line {END if begun else _begin(writer)!r}")
+    document.write_text(before + placed(writer, table) + after)
 
 
 def _begin(writer: str) -> str:

@@ -5,8 +5,8 @@
     python experiments/gpu/parts.py --device cpu --tiny            does every part run?
 
 Results, resumable, in experiments/gpu/results/PART.json: step time and memory of G-1.6B and L-1.5B in full, offloaded
-and in blocks (table3, table15_16_figure6), a pretrained encoder (finetuning), every peer on GPT-2 (peers), ResNet-20
-in the same time (resnet20), GPT-2 of 0.12B on WikiText-2 and ResNets (table2, table9_10_11). Run folders, which
+and in blocks (table3, table15_16_figure6), a pretrained encoder (finetuning), every peer on GPT-2 (peers), GPT-2 of
+0.12B on WikiText-2 and ResNets (table2, table9_10_11), ResNet-20 in the same time (resnet20). Run folders, which
 training goes on from, in runs/experiments.
 """
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 from run import main as run  # noqa: E402 - found beside this folder
 
 PARTS = (  # the short ones first
-    "table3", "table15_16_figure6", "finetuning", "peers", "resnet20", "table2", "table9_10_11",
+    "table3", "table15_16_figure6", "finetuning", "peers", "table2", "table9_10_11", "resnet20",
 )  # fmt: skip
 
 

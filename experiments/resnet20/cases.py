@@ -26,7 +26,7 @@ from blocktrain.train.job import build
 
 
 class Entry(NamedTuple):
-    """A row of the table. longer: its steps, over full training's. visits: in a sweep. once: one sweep is all."""
+    """A row of the table. longer: its steps, over full training's. visits: in a sweep. once: a single sweep."""
 
     method: str
     longer: float
@@ -77,10 +77,6 @@ LENGTHS: dict[str, tuple[Length, ...]] = {
             240, (0.5, 1.0, 2.0), 640, 8, ONE_FILE,
         ),
         Length(
-            "8,334 images, 3,200 full steps of 64 (25 epochs), 640 at each rate of the search; all 10,000 test images",
-            640, (0.25, 0.5, 1.0), 3_200, 40, ONE_FILE, seeds=1,
-        ),
-        Length(
             "2,084 images, 2,400 full steps of 64 (74 epochs), 480 at each rate of the search; all 10,000 test images",
             480, (0.25, 0.5, 1.0), 2_400, 10, ONE_FILE, every=4,
         ),
@@ -105,7 +101,7 @@ def cases(scale: str) -> Sequence[Case]:
     def trained(name: str, length: Length) -> Case:
         def run(place: Place) -> Figures:
             out = place.work / f"resnet20-{scale}-{length.steps}" / name.replace(", ", "-").replace(" ", "-")
-            return _trained(ENTRIES[name], scale, length, place, out)
+            return _trained(ENTRIES[name], length, place, out)
 
         return Case(name=name, scale=length.words, run=run)
 
@@ -122,7 +118,7 @@ def cases(scale: str) -> Sequence[Case]:
     return [timing, *(trained(name, length) for length in lengths for name in ENTRIES)]
 
 
-def _trained(entry: Entry, scale: str, length: Length, place: Place, out: Path) -> Figures:
+def _trained(entry: Entry, length: Length, place: Place, out: Path) -> Figures:
     """The search's rates over a short run on the first seed, the best of them over a whole one on every seed."""
     searching = _config(entry, length, place, length.search)
     rates = compare(
@@ -152,11 +148,12 @@ def _config(entry: Entry, length: Length, place: Place, full_steps: int) -> RunC
 
 def _every(step: int, whole: Path, folder: Path) -> Path:
     """A file of every `step`-th image; classes are mixed."""
-    few = folder / f"{whole.stem}-every-{step}.parquet"
+    few = folder.resolve() / f"{whole.stem}-every-{step}.parquet"
     if not few.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        images = parquet.read_table(whole)
-        parquet.write_table(images.take(list(range(0, len(images), step))), few)
+        few.parent.mkdir(parents=True, exist_ok=True)
+        images, partial = parquet.read_table(whole), few.with_suffix(".partial")
+        parquet.write_table(images.take(list(range(0, len(images), step))), partial)
+        partial.replace(few)
     return few
 
 

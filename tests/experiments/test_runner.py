@@ -77,3 +77,10 @@ def test_a_case_of_table_2_trains(shared_data: Path, tmp_path: Path, capsys: pyt
     table = experiment("table2").table(results)
     assert "| GPT-2 | Adam | 6.5988 / 6.6263 |" in table
     assert str(shared_data) not in (tmp_path / "table2.json").read_text()  # no folder of this machine
+
+
+def test_a_case_is_found_by_its_name_and_by_name_and_scale() -> None:
+    full = runner.Case(name="full", scale="40 full steps", run=lambda _: {})
+    blocks = runner.Case(name="blocks", scale="40 full steps", run=lambda _: {})
+    assert [each.name for each in (full, blocks) if each.is_called("full")] == ["full"]
+    assert [each.name for each in (full, blocks) if each.is_called("blocks [40")] == ["blocks"]

@@ -16,9 +16,10 @@ def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
     assert document.read_text() == text("new\n")
 
 
-def test_a_document_without_its_markers_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["nothing here\n", "<!-- written by one.py -->\nold\nmuch more\n"])
+def test_a_document_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
     document = tmp_path / "README.md"
-    document.write_text("nothing here\n")
-    with pytest.raises(ValueError, match=r"has no line '<!-- written by one\.py -->"):
+    document.write_text(text)
+    with pytest.raises(ValueError, match=r"has no line .*<!-- (written by one\.py|end) -->"):
         put(document, "one.py", "new\n")
-    assert document.read_text() == "nothing here\n"
+    assert document.read_text() == text

@@ -48,11 +48,11 @@ def test_the_recorded_cases_are_those_asked_for() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_peak_is_within_five_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
+def test_the_peak_is_within_two_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
     planned = memory(
         find_model(case["model"]), layout_of(case), seq=case["seq"], micro_steps=case.get("micro_steps", 1)
     )
-    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.05)
+    assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.02)
     assert all(size >= 0 for size in planned.parts.values())
 
 
@@ -85,6 +85,13 @@ def test_a_live_case(means: str) -> None:
     layout = Layout(**{"blocks": 3, "micro_rows": 2, **MEANS[means]})
     tracked = max(tracked_peak(SMALL, layout, seq=256).values())
     assert memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=0.05)
+
+
+@pytest.mark.parametrize("means", [{}, {"checkpointing": "layers", "loss_chunk": 64}], ids=str)
+def test_a_mixture_of_experts(means: dict[str, Any]) -> None:
+    layout = Layout(blocks=2, micro_rows=2, **means)
+    tracked = max(tracked_peak(MIXTURE, layout, seq=128).values())
+    assert memory(MIXTURE, layout, seq=128).peak == pytest.approx(tracked, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ A step is a few moments, of which one is the worst:
     embedding   all gradients; a tied one's is the head's, which has waited since the loss (model/tied.py)
     update      gradients and moments, no activations
 
-Between these, kept memory and gradients are linear, so no other moment can be the worst.
+Between these, kept memory and gradients are nearly linear, so no other moment can be much worse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blocktrain.plan.spec import ModelSpec
 
 # In the order they are stacked; the report's colours follow it.
 PARTS = ("weights", "master", "gradients", "optimizer", "activations", "logits", "workspace")
-ADAMW_8BIT_CHUNK = UNPACK_CHUNK = 2**22  # scalars in fp32 at a time: optim/adamw8bit.py, packing.py, precision.py
+CHUNK = 2**22  # scalars that are unfolded at a time: optim/adamw8bit.py, packing.py, precision.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +194,16 @@ class _Step:
 
     def _lowest(self) -> Iterator[tuple[str, float, int]]:
         """(moment, bytes kept, scalars whose gradient is still to come) of the first active layer. Where a block owns
-        parts of it, which ones is not asked: all of its gradients beside all that it keeps."""
+        parts of it, which ones is not asked: all of its gradients beside all that it keeps. So on a pipeline stage
+        whose frozen layers below pass gradients on."""
         kept, layer = self.kept, self.spec.layer_parameters
         if not self.piece.active:
             return
-        if self.piece.owned.layers < self.piece.active * layer:
+        if self.piece.owned.layers < self.piece.active * layer or self.piece.embedding == "absent":
             yield "backward, first active layer", kept.lowest_active + kept.recomputed, 0
             return
         yield "backward, first active layer", kept.lowest_active + kept.recomputed, layer
-        attention = attention_of(layer_operations(self.spec, self.dtype))
-        yield "backward, first active attention", kept.lowest_attention, sum(each.weights for each in attention)
+        yield "backward, first active attention", kept.lowest_attention, _attention_weights(self.spec)
 
     def _loss(self, head: int) -> Iterator[tuple[str, dict[str, float]]]:
         """The logits are there three times over in fp32; of a chunked loss, those of one chunk, but a trained head's
@@ -252,7 +252,7 @@ class _Step:
         """Beside all gradients. Masters are stepped one parameter at a time, its gradient in fp32, and then written
         back (`half` in optim/precision.py)."""
         biggest = self.piece.owned.largest
-        chunk = 20.0 * min(biggest, ADAMW_8BIT_CHUNK) if self.layout.moments == "8bit" else 0.0
+        chunk = 20.0 * min(biggest, CHUNK) if self.layout.moments == "8bit" else 0.0
         if not self.layout.precision.master or self.layout.method == "offload":
             return chunk
         each, remaining, worst = self.gradient, self.active, 0.0
@@ -260,7 +260,7 @@ class _Step:
             remaining = self.active - before
             widened = remaining * each + (4 * size if each < 4 else 0)
             after = (remaining - size) * each
-            written = after + 2 * size + 7 * min(size, UNPACK_CHUNK)
+            written = after + 2 * size + 7 * min(size, CHUNK)
             worst = max(worst, widened, after + 4 * size + chunk, written)
         return worst - self.active * each
 
@@ -301,7 +301,7 @@ class _Awake:
         unpacked = float(dtype) if rests and precision.packed else 0.0
 
         def running(size: int, following: int = 0) -> float:
-            chunk = 6.0 * min(size, UNPACK_CHUNK) if rests and precision.name == "nf4" else 0.0
+            chunk = 6.0 * min(size, CHUNK) if rests and precision.name == "nf4" else 0.0
             return unpacked * size + copied * (size + following) + chunk
 
         embedding = table if piece.embedding == "frozen" else 0
@@ -325,6 +325,12 @@ class _Awake:
         spec, piece = self.spec, self.piece
         vectors = (piece.prefix + piece.active + piece.tail) * (spec.layer_parameters - spec.matrices_of_layer)
         return max(0.0, whole - piece.owned.awake - vectors)
+
+
+@lru_cache(maxsize=1024)
+def _attention_weights(spec: ModelSpec) -> int:
+    """Scalars of a layer's attention matrices."""
+    return sum(operation.weights for operation in attention_of(layer_operations(spec, 4)))
 
 
 @lru_cache(maxsize=1024)
