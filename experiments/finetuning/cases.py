@@ -103,11 +103,13 @@ def _config(scale: str, place: Place, entry: Entry) -> RunConfig:
 
 def _every(step: int, whole: Path, folder: Path) -> Path:
     """A file of every `step`-th row: the rows lie sorted by class, so it has all of them."""
-    few = folder / f"banking77-{whole.stem}.csv"
+    few = folder.resolve() / f"banking77-{whole.stem}.csv"
     if not few.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole.open(newline="") as rows, few.open("w", newline="") as part:
+        few.parent.mkdir(parents=True, exist_ok=True)
+        partial = few.with_suffix(".partial")
+        with whole.open(newline="") as rows, partial.open("w", newline="") as part:
             csv.writer(part).writerows(itertools.islice(csv.reader(rows), 0, None, step))
+        partial.replace(few)
     return few
 
 
