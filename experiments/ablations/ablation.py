@@ -86,34 +86,22 @@ SIZES = {
     ),
 }
 MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"']
+TAIL = ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"]
+FOUR = ["blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"]
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1"],
     "blocks, M=3": [],
     "suffix, M=3": ["schedule.span=suffix"],
     "tail sgd, M=3": ["optimizer.tail=sgd"],
     "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
-    "tail newton-schulz, thrice the share, M=3": ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"],
-    "the same, top block left to the tail": [
-        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
-        "schedule.order=[0, 1]",
-    ],
-    "the same, M=4": [
-        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
-        *("blocks.count=4", "schedule.order=[0, 1, 2]"),
-    ],
-    "the same, M=4 of modules": [
-        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
-        *("blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"),
-    ],
+    "tail newton-schulz, thrice the share, M=3": TAIL,
+    "the same, top block left to the tail": [*TAIL, "schedule.order=[0, 1]"],
+    "the same, M=4": [*TAIL, "blocks.count=4", "schedule.order=[0, 1, 2]"],
+    "the same, M=4 of modules": [*TAIL, *FOUR],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
-    "suffix, M=4 of modules, without the top": [
-        *("schedule.span=suffix", "blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"),
-    ],
+    "suffix, M=4 of modules, without the top": ["schedule.span=suffix", *FOUR],
     "full, Muon": ["blocks.count=1", *MUON],
-    "Muon, tail newton-schulz, M=4 of modules": [
-        *("optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"),
-        *("blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]", *MUON),
-    ],
+    "Muon, tail newton-schulz, M=4 of modules": [*TAIL, *FOUR, *MUON],
 }
 
 
