@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.blocks.block import Block
+from blocktrain.errors import ConfigError
 from blocktrain.optim.master import Masters
 from blocktrain.optim.recipe import steps_one_by_one
 from blocktrain.optim.state import BlockState
@@ -17,27 +19,40 @@ from blocktrain.optim.state import BlockState
 
 @dataclass(eq=False)
 class Active:
-    """One visit's block. `trained` is what the optimizers move, by name: the masters, or the weights themselves."""
+    """One visit's block. `trained` is what the optimizers move, by name: the masters, or the weights themselves.
+
+    used: norms of this step's gradients, where the backward pass uses them up (see `in_backward.py`).
+    """
 
     block: Block
     trained: Mapping[str, nn.Parameter]
     optimizers: list[torch.optim.Optimizer]
     masters: Masters | None = None
+    used: list[Tensor] | None = None
 
     def step(self) -> None:
         """One step of each optimizer; with masters, the model's weights follow."""
+        if self.used is not None:  # the backward pass was the step
+            self.used.clear()
+            return
         for optimizer in self.optimizers:
-            if self.masters is None:
-                optimizer.step()
-                continue
-            owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            names = [name for name, parameter in self.trained.items() if id(parameter) in owned]
-            # One weight at a time, so that one gradient at a time is in fp32.
-            for together in [[name] for name in names] if steps_one_by_one(optimizer) else [names]:
-                with self.masters.stepping(together):
-                    optimizer.step()
+            names = self.moved_by(optimizer)
+            # With masters one weight at a time, so that one gradient at a time is in fp32.
+            apart = self.masters is not None and steps_one_by_one(optimizer)
+            for together in [[name] for name in names] if apart else [names]:
+                self.step_with(optimizer, together)
         if self.masters is not None:
             self.masters.forget_gradients()
+
+    def step_with(self, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+        """A step of `optimizer` where of all it moves at most `names` have gradients."""
+        with self.masters.stepping(names) if self.masters is not None else nullcontext():
+            optimizer.step()
+
+    def moved_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names of what `optimizer` moves."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [name for name, parameter in self.trained.items() if id(parameter) in owned]
 
     def write_weights(self) -> None:
         """Give the model what the masters hold, where there are any."""
@@ -71,7 +86,12 @@ class Active:
             self.masters.collected[name] = gradient
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`."""
+        """As `torch.nn.utils.clip_grad_norm_`. Gradients that were used have their norm told, once."""
+        if self.used is not None:
+            if max_norm != float("inf"):
+                raise ConfigError(f"the backward pass has used the gradients: they cannot be clipped to {max_norm:g}")
+            norms, self.used = self.used, []
+            return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.masters is None:
             norm = torch.nn.utils.get_total_norm(self.gradients())
             if max_norm != float("inf"):

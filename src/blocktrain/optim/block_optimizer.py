@@ -10,7 +10,7 @@ with optimizer.visit(block):      freeze the others, unfreeze `block`, build its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active import Active
 from blocktrain.optim.decay import Undecayed, norms_and_biases
 from blocktrain.optim.frozen import FrozenWeights
+from blocktrain.optim.in_backward import SAID, require_alone, stepping
 from blocktrain.optim.master import Remainders
 from blocktrain.optim.precision import FP32, Precision
 from blocktrain.optim.recipe import OptimizerChoice, Recipe, hidden_matrices
@@ -47,6 +48,7 @@ class BlockOptimizer:
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
     tail: how what lies above the active block is moved in each backward pass, if at all (see `tail.py`).
+    in_backward: step each weight in the backward pass, of which there must be one a step (see `in_backward.py`).
 
     Device memory during a visit, beside the weights (`weight_bytes`): gradients and state of the active block, and its
     master if there is one. A parameter without gradient (an expert that no token chose) is left as it is.
@@ -64,10 +66,13 @@ class BlockOptimizer:
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
         tail: Tail | None = None,
+        in_backward: bool = False,
         **kwargs: Any,
     ):
         if tail is not None:
             require_possible(tail, partition, precision, frozen)
+        if in_backward:
+            require_alone(SAID)
         self.partition = partition
         self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
@@ -75,6 +80,7 @@ class BlockOptimizer:
         self.frozen = frozen
         self.frozen_dropout = frozen_dropout
         self.tail = tail
+        self.in_backward = in_backward
         self.steps = 0
         self.changed_at = [0] * len(partition)  # the step that last moved each block
         self._kept = Kept(self.store)
@@ -87,17 +93,8 @@ class BlockOptimizer:
     def over(self, partition: Partition) -> BlockOptimizer:
         """One made like this, over another partition (of a copy of the model), that keeps no moments."""
         (cls, options), others, undecayed = self.recipe.arguments
-        return BlockOptimizer(
-            partition,
-            cls,
-            precision=self.precision,
-            frozen=self.frozen,
-            undecayed=undecayed,
-            frozen_dropout=self.frozen_dropout,
-            others=others,
-            tail=self.tail,
-            **options,
-        )
+        ours = {name: getattr(self, name) for name in ("precision", "frozen", "frozen_dropout", "tail", "in_backward")}
+        return BlockOptimizer(partition, cls, others=others, undecayed=undecayed, **ours, **options)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +109,10 @@ class BlockOptimizer:
         self._activate(block)
         tail, matrices = self.tail_of(block), hidden_matrices(self.partition)
         try:
-            with moving(self.tail, tail, matrices=matrices, learning_rate=lambda: self.param_groups[0]["lr"]):
+            with (
+                moving(self.tail, tail, matrices=matrices, learning_rate=lambda: self.param_groups[0]["lr"]),
+                stepping(self.in_visit) if self.in_backward else nullcontext(),
+            ):
                 yield self
         finally:
             self._retire()
@@ -184,7 +184,10 @@ class BlockOptimizer:
         return self.in_visit.gradients()
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
-        """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
+        """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d).
+
+        With `in_backward` they have been used: only `inf` is taken.
+        """
         return self.in_visit.clip_grad_norm(max_norm)
 
     def scale_learning_rate(self, factor: float) -> None:

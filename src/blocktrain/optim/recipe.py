@@ -101,7 +101,7 @@ def steps_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
 
     True of the classes of `torch.optim`; another may count its steps once for a whole group.
     """
-    return type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
 
 
 def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from blocktrain.blocks.block import Partition
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.optim.in_backward import require_alone
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.resting import FrozenPlace, OnDevice
 
@@ -69,9 +70,7 @@ def require_possible(tail: Tail, partition: Partition, precision: Precision, pla
     for block in partition:
         if block.rows:
             raise ConfigError(f"{said}, whole; {block} has rows of '{next(iter(block.rows))}' only: use larger blocks")
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if several and torch.distributed.get_world_size() > 1:
-        raise ConfigError(f"{said}, before gradients of several processes are summed: use one process")
+    require_alone(said)
 
 
 @contextmanager

@@ -102,6 +102,8 @@ class OptimizerConfig:
     state: where a block's moments stay until its next visit.
     moments: "8bit" keeps AdamW's in 8 bits, 2 bytes a parameter instead of 8.
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
+    in_backward: step each weight in the backward pass, as soon as its gradient is whole, so that one gradient is
+        there at a time. Needs whole batches, and no clipping.
     tail: how what lies above the active block learns, without moments and inside the backward pass: "sgd", normalised,
         or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
     tail_share: the share of `lr` that a tail weight moves by; twice that where it is orthogonalised.
@@ -115,6 +117,7 @@ class OptimizerConfig:
     state: Literal["drop", "host", "disk"] = "drop"
     moments: Moments = "fp32"
     max_grad_norm: float | None = None
+    in_backward: bool = False
     tail: Literal["none"] | Rule = "none"
     tail_share: float = 0.1
 
@@ -123,6 +126,11 @@ class OptimizerConfig:
             raise ConfigError(f"lr must be positive, not {self.lr:g}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive, not {self.max_grad_norm:g}")
+        if self.in_backward and self.max_grad_norm is not None:
+            raise ConfigError(
+                f"in_backward = true steps each weight before the norm of all gradients is known: leave out "
+                f"max_grad_norm = {self.max_grad_norm:g}, or in_backward"
+            )
         if self.tail != "none":
             Tail(rule=self.tail, share=self.tail_share)  # its own checks
 
@@ -282,7 +290,11 @@ class RunConfig:
         if self.chat is None and self.evaluation.generate:
             raise ConfigError("evaluation.generate asks the model questions of [chat]; leave it out for other data")
         if self.optimizer.tail != "none":
-            self._check_tail()
+            self._check_moving(f"optimizer.tail = '{self.optimizer.tail}'")
+            if self.schedule.span == "suffix":
+                raise ConfigError("schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both")
+        if self.optimizer.in_backward:
+            self._check_moving("optimizer.in_backward = true")
         if self.distributed.layout != "rows":
             self._check_layout()
         if self.log_every < 1:
@@ -291,15 +303,13 @@ class RunConfig:
             raise ConfigError(f"seed must not be negative, not {self.seed}")
         preset(self.precision)
 
-    def _check_tail(self) -> None:
-        """A tail moves in the backward pass, so there must be one a step, and nothing to take back afterwards."""
-        said = f"optimizer.tail = '{self.optimizer.tail}' moves weights in each backward pass"
+    def _check_moving(self, setting: str) -> None:
+        """Of weights that move in the backward pass: there must be one a step, and nothing to take back afterwards."""
+        said = f"{setting} moves weights in each backward pass"
         if self.batch.micro_rows not in (None, self.batch.rows):
             raise ConfigError(f"{said}: leave out batch.micro_rows, and use fewer batch.rows where memory is short")
         if self.on_nonfinite == "skip":
             raise ConfigError(f"{said}, so no step can be skipped afterwards: set on_nonfinite = 'stop'")
-        if self.schedule.span == "suffix":
-            raise ConfigError("schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both")
 
     def _check_layout(self) -> None:
         """What layers or weights that are shared out do not go with."""
@@ -309,6 +319,7 @@ class RunConfig:
             "memory.frozen": self.memory.frozen != "device",
             "schedule.span": self.schedule.span != "block",
             "optimizer.tail": self.optimizer.tail != "none",
+            "optimizer.in_backward": self.optimizer.in_backward,
             "optimizer.name": in_parts and self.optimizer.name in ("Muon", "Adafactor"),
             "optimizer.state": in_parts and self.optimizer.state == "disk",
             "memory.loss_chunk": in_parts and self.memory.loss_chunk is not None,

@@ -220,6 +220,7 @@ def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),
+        in_backward=options.in_backward,
         **keywords,
     )
 

@@ -180,7 +180,8 @@ def _memory_by_arithmetic(job: Job, block: Block, step: StepCost) -> dict[str, i
     scalars = block.num_parameters
     master = 4 * scalars if job.optimizer.precision.has_master else 0
     summed = master and job.micro_rows < job.rank_rows
-    gradients = master if summed else sum(p.nbytes for p in block.parameters.values())
+    one_at_a_time = max if job.optimizer.in_backward else sum
+    gradients = master if summed else one_at_a_time(p.nbytes for p in block.parameters.values())
     passing = max((p.nbytes for p in job.optimizer.tail_of(block).values()), default=0)  # of a tail, one at a time
     return {
         "weights": job.optimizer.weight_bytes(block) + sum(b.nbytes for b in job.model.buffers()),

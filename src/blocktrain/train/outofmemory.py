@@ -4,6 +4,7 @@ The parts are those that were tracked at the start (see `accounting.py`), the sa
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
     blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
+    optimizer.in_backward       of the gradients, the largest one stays
     schedule.span = "block"     the same to 1/M, where a visit trains all blocks above too
     precision                   fp32 -> bf16-exact: weights to half, but for the active block, which gets a master;
                                 bf16 -> int8, int8 -> nf4: frozen weights to half again
@@ -67,7 +68,9 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
     smaller = max((count for count in range(1, rows) if config.batch.rows % count == 0), default=rows)
     by_rows, by_block = (sum(parts.get(part, 0) for part in names) for names in (BY_ROWS, BY_BLOCK))
     in_place = config.optimizer.tail != "none"  # weights that move where they are: fp32, on the device, whole batches
-    found = {f"batch.{'rows' if in_place else 'micro_rows'} {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
+    in_backward = config.optimizer.in_backward
+    divided = "rows" if in_place or in_backward else "micro_rows"
+    found = {f"batch.{divided} {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
     blocks, layers = len(job.partition), len(job.partition.chain.layers)
     if config.blocks.patterns is None and config.blocks.largest is None and blocks < layers:
         more = min(2 * blocks, layers)
@@ -77,6 +80,10 @@ def savings(job: Job, parts: Parts) -> dict[str, int]:
         found[f"blocks.largest = {scalars // 2}"] = by_block // 2
     if config.schedule.span == "suffix":
         found["schedule.span = 'block'"] = by_block * (blocks - 1) // blocks
+    one_pass = job.ranks.size == 1 and rows == config.batch.rows and config.on_nonfinite == "stop"
+    if one_pass and config.optimizer.max_grad_norm is None and not in_backward:
+        largest = max(p.nbytes for block in job.trained for p in block.parameters.values())
+        found["optimizer.in_backward = true"] = parts.get("gradients", 0) - largest
     frozen, memory = parts.get("frozen", 0), config.memory
     if in_place:
         found["optimizer.tail = 'none'"] = parts.get("activations", 0) * 6 // 28

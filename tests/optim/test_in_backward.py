@@ -1,0 +1,260 @@
+"""Weights that are stepped inside the backward pass end, bit for bit, where a step on all gradients brings them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import blocktrain as bt
+from blocktrain.blocks.block import Block
+from blocktrain.blocks.checkpointing import checkpointing
+from blocktrain.blocks.partition import partition
+from blocktrain.errors import ConfigError
+from blocktrain.integrations.visiting import VisitingOptimizer
+from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.optim.in_backward import SAID
+from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
+from blocktrain.optim.resting import OnHost
+from blocktrain.optim.state import KeepOnHost
+from blocktrain.optim.tail import Tail
+from blocktrain.schedule import Cyclic
+from blocktrain.train.accounting import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.job import build
+from blocktrain.train.measure import opening_events
+from blocktrain.train.outofmemory import savings
+from blocktrain.units import Duration
+
+from .conftest import OPTIMIZERS
+
+STEPS = 3
+
+
+def trained(optimizer: BlockOptimizer, batch, *, visits: list[Block], checkpointed: bool = False) -> list[float]:
+    """The norms of gradients that `STEPS` steps in each visit show, at a rate that falls."""
+    model, norms = optimizer.partition.model, []
+    for visit in visits:
+        with optimizer.visit(visit):
+            for step in range(STEPS):
+                optimizer.scale_learning_rate(1 / (step + 1))
+                if checkpointed:
+                    with checkpointing(optimizer.partition):
+                        model(**batch(step)).loss.backward()
+                else:
+                    model(**batch(step)).loss.backward()
+                assert bool(optimizer.gradients()) != optimizer.in_backward
+                norms.append(optimizer.clip_grad_norm().item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return norms
+
+
+def assert_alike(made, batch, *, suffix: bool = False, checkpointed: bool = False) -> None:
+    """made(in_backward) -> the optimizer of a fresh model."""
+    ends = []
+    for in_backward in (False, True):
+        optimizer: BlockOptimizer = made(in_backward)
+        parts = optimizer.partition
+        visits = [parts.suffix(i) if suffix else parts[i] for i in (0, 1, 2, 1)]
+        norms = trained(optimizer, batch, visits=visits, checkpointed=checkpointed)
+        ends.append((optimizer.state_dict(), [optimizer.block_weights(i) for i in range(len(parts))], norms))
+    (state, weights, norms), (their_state, their_weights, their_norms) = ends
+    torch.testing.assert_close(their_weights, weights, rtol=0, atol=0)
+    assert their_state["changed_at"] == state["changed_at"]
+    torch.testing.assert_close(their_state["blocks"], state["blocks"], rtol=0, atol=0)
+    torch.testing.assert_close(their_state["remainders"], state["remainders"], rtol=0, atol=0)
+    assert their_norms == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_class_ends_where_it_does_without(name: str, gpt2, batch) -> None:
+    cls, options = OPTIMIZERS[name]
+
+    def made(in_backward: bool) -> BlockOptimizer:
+        parts = partition(gpt2(), num_blocks=3)
+        return BlockOptimizer(parts, cls, state=KeepOnHost(), in_backward=in_backward, **options)
+
+    assert_alike(made, batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": BF16_EXACT},
+        {"precision": BF16_EXACT, "frozen": OnHost()},
+        {"precision": INT8},
+        {"precision": replace(FP32, moments="8bit")},
+        {"tail": Tail(rule="sgd")},
+    ],
+    ids=["bf16-exact", "from the host", "int8", "8bit", "tail"],
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_so_does_every_memory_of_weights(options: dict[str, Any], checkpointed: bool, gpt2, batch) -> None:
+    def made(in_backward: bool) -> BlockOptimizer:
+        parts = partition(gpt2(), num_blocks=3)
+        return BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, in_backward=in_backward, **options)
+
+    assert_alike(made, batch, checkpointed=checkpointed)
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 3, "pieces": "modules"}, {"largest": 1500}])
+def test_so_do_blocks_of_pieces_and_of_rows(options: dict[str, Any], gpt2, batch) -> None:
+    def made(in_backward: bool) -> BlockOptimizer:
+        return BlockOptimizer(partition(gpt2(), **options), torch.optim.AdamW, lr=1e-2, in_backward=in_backward)
+
+    assert_alike(made, batch)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_so_does_a_suffix(precision: Precision, gpt2, batch) -> None:
+    def made(in_backward: bool) -> BlockOptimizer:
+        parts = partition(gpt2(), num_blocks=3)
+        options: dict[str, Any] = {"precision": precision, "state": KeepOnHost(), "in_backward": in_backward}
+        return BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, **options)
+
+    assert_alike(made, batch, suffix=True)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+def test_one_gradient_is_alive_at_a_time(precision: Precision, batch) -> None:
+    """The tracked peak of a suffix visit, on real tensors as predicted: the largest weight's gradient, and a bias's."""
+    few = {name: tokens[:1, :4] for name, tokens in batch(0).items()}  # so that weights are most of it
+    step = StepShape(loss=lambda model: model(**few).loss, inputs=tuple(few.values()))
+
+    def made(in_backward: bool) -> BlockOptimizer:
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=9, n_head=4))
+        options: dict[str, Any] = {"precision": precision, "in_backward": in_backward}
+        return BlockOptimizer(partition(model, num_blocks=3), torch.optim.AdamW, lr=1e-2, fused=True, **options)
+
+    mine, plain = made(True), made(False)
+    blocks = [mine.partition.suffix(index) for index in range(3)]
+    found = predicted_peaks(mine, step, blocks=blocks)
+    assert found == list(visited_peaks(mine, step, blocks=blocks))
+    all_at_once = predicted_peaks(plain, step, blocks=[plain.partition.suffix(index) for index in range(3)])
+    largest = max(p.numel() for p in mine.partition.whole.parameters.values())
+    for block, peak, other in zip(blocks, found, all_at_once, strict=True):
+        assert peak.parts.get("gradients", 0) <= 2 * 4 * largest
+        assert peak.parts["moments"] == other.parts["moments"]
+        if not precision.has_master:  # else the peak of so small a model is the making of masters
+            assert other.bytes - peak.bytes > 4 * (block.num_parameters - 6 * largest) > 0
+
+
+def test_used_norms_do_not_pile_up(gpt2, batch) -> None:
+    mine = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
+    with mine.visit(mine.partition[0]):
+        for step in range(2):
+            mine.partition.model(**batch(step)).loss.backward()
+            assert len(mine.in_visit.used or ()) == len(mine.partition[0].parameters)
+            mine.step()
+        assert mine.clip_grad_norm() == 0
+
+
+def test_after_the_visit_nothing_moves(gpt2, batch) -> None:
+    mine = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
+    with mine.visit(mine.partition[0]):
+        pass
+    before = [p.detach().clone() for p in mine.partition.model.parameters()]
+    for p in mine.partition.model.parameters():
+        p.requires_grad_(True)
+    mine.partition.model(**batch(0)).loss.backward()
+    assert all(torch.equal(p, q) for p, q in zip(mine.partition.model.parameters(), before, strict=True))
+
+
+class OneCount(torch.optim.Optimizer):
+    """Counts its steps for all parameters together, as some do outside of `torch.optim`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nothing moves."""
+
+
+def test_what_cannot_be_stepped_so_is_refused(gpt2, tiny, tmp_path: Path) -> None:
+    mine = BlockOptimizer(partition(gpt2(), num_blocks=3), OneCount, in_backward=True)
+    with pytest.raises(ConfigError, match="OneCount may not be meant for that"), mine.visit(mine.partition[0]):
+        pass
+    mine = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
+    with (
+        mine.visit(mine.partition[0]),
+        pytest.raises(ConfigError, match="they cannot be clipped to 1"),
+    ):
+        mine.clip_grad_norm(1.0)
+    with pytest.raises(ConfigError, match=r"^in_backward = true moves weights in each backward pass"):
+        VisitingOptimizer(mine, Cyclic(visit=Duration.steps(2)))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+            with pytest.raises(ConfigError, match=f"{SAID}, before gradients of several processes are summed"):
+                BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(ConfigError, match="leave out max_grad_norm = 1, or in_backward"):
+        tiny("optimizer.in_backward=true")
+    for override, said in {
+        "batch.micro_rows=2": "leave out batch.micro_rows",
+        "batch.micro_rows=auto": "leave out batch.micro_rows",
+        "on_nonfinite=skip": "set on_nonfinite = 'stop'",
+        "distributed.layout=layers": "does not go with optimizer.in_backward = True",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            tiny("optimizer.in_backward=true", "optimizer.max_grad_norm=none", override)
+
+
+def test_a_run_is_the_same_bit_for_bit(tiny, tmp_path: Path, outcome) -> None:
+    """Losses, norms and final files; interrupted runs are `test_resume.py`'s."""
+    found = {}
+    for in_backward in ("false", "true"):
+        folder = tmp_path / in_backward
+        bt.run(tiny("optimizer.max_grad_norm=none", f"optimizer.in_backward={in_backward}"), folder)
+        log, files = outcome(folder)
+        losses = [event["loss"] for event in log if event["kind"] in ("step", "evaluation")]
+        norms = [event["grad_norm"] for event in log if event["kind"] == "step"]
+        found[in_backward] = (losses, norms, {name: file for name, file in files.items() if "safetensors" in name})
+    assert found["true"][0] == found["false"][0]
+    assert found["true"][1] == pytest.approx(found["false"][1], rel=1e-6)
+    assert found["true"][2] == found["false"][2]
+    assert found["true"][2]
+
+
+def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
+    parts = {"gradients": 10**6}
+    job = build(tiny("optimizer.max_grad_norm=none"), tmp_path / "plain")
+    largest = max(p.nbytes for p in job.model.parameters())
+    assert savings(job, parts)["optimizer.in_backward = true"] == 10**6 - largest
+    for other in ("optimizer.in_backward=true", "optimizer.max_grad_norm=1.0", "batch.micro_rows=2"):
+        known = build(tiny("optimizer.max_grad_norm=none", other), tmp_path / other)
+        assert "optimizer.in_backward = true" not in savings(known, parts)
+        assert ("batch.rows 4 -> 2" in savings(known, {"logits": 10})) == (other == "optimizer.in_backward=true")
+
+
+def test_arithmetic_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
+    job = build(tiny("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), tmp_path)
+    cost = next(event for event in opening_events(job, "bcd") if event["kind"] == "cost")
+    for block, parts in zip(job.partition, cost["memory"]["blocks"], strict=True):
+        assert parts["gradients"] == max(p.nbytes for p in block.parameters.values())
+
+
+def test_a_model_of_several_backward_orders(batch) -> None:
+    """A weight that is used twice moves once, when both its gradients are there."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    ends = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        shared = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Linear(4, 4), shared, nn.Tanh(), shared, nn.Linear(4, 1))
+        mine = BlockOptimizer(partition(model, num_blocks=2), torch.optim.AdamW, lr=1e-2, in_backward=in_backward)
+        for block in mine.partition:
+            with mine.visit(block):
+                model(torch.ones(2, 4)).sum().backward()
+                mine.step()
+                mine.zero_grad()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
