@@ -43,6 +43,15 @@ class Place:
     data: Path | None
     work: Path
 
+    def runs(self, of: str, name: str) -> Path:
+        """The folder of the runs that the case called `name` takes."""
+        return self.work / of / plain(name)
+
+
+def plain(name: str) -> str:
+    """A method's name as that of a folder."""
+    return name.replace(", ", "-").replace(" ", "-")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

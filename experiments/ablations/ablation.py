@@ -44,7 +44,8 @@ from blocktrain.train.job import build
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from stepping import interleaved, steps_of  # noqa: E402 - found beside this folder
+from runner import plain  # noqa: E402 - found beside this folder
+from stepping import interleaved, steps_of  # noqa: E402 - likewise
 from tabling import put, spread  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
@@ -52,7 +53,7 @@ LOG = HERE.parents[1] / "docs" / "LOG.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model, and how long it is trained: full training `steps`, every other method 1.5 times as many."""
+    """A model, and how long it is trained: full training `steps`, others 1.5 times as many unless they say."""
 
     result: str
     steps: int
@@ -65,18 +66,25 @@ class Size:
         return f"ablation.py, {self.result}"
 
 
+LONG = (
+    "schedule.visit=100 steps",
+    "evaluation.every=100 steps",
+    "evaluation.rows=256",
+    "checkpoint.every=1000 steps",
+)
 SIZES = {
     "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
     "0.7M-long": Size(
         result="long.json",
         steps=2000,
         rates=(2e-3, 1e-3, 4e-3),
-        overrides=(
-            "schedule.visit=100 steps",
-            "evaluation.every=100 steps",
-            "evaluation.rows=256",
-            "checkpoint.every=1000 steps",
-        ),
+        overrides=LONG,
+    ),
+    "0.7M-warm": Size(
+        result="warm.json",
+        steps=2000,
+        rates=(4e-3, 2e-3, 8e-3),
+        overrides=(*LONG, "learning_rate.warmup_steps=200"),
     ),
     "11M": Size(
         result="large.json",
@@ -88,6 +96,9 @@ SIZES = {
 MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"']
 TAIL = ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"]
 FOUR = ["blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"]
+IN_BACKWARD = ["optimizer.in_backward=true", "optimizer.max_grad_norm=none"]
+HALVES = ["blocks.count=2", "blocks.pieces=modules"]
+THIRDS = ["blocks.count=3", "blocks.pieces=modules"]
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1"],
     "blocks, M=3": [],
@@ -100,6 +111,15 @@ METHODS: dict[str, list[str]] = {
     "the same, M=4 of modules": [*TAIL, *FOUR],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
     "suffix, M=4 of modules, without the top": ["schedule.span=suffix", *FOUR],
+    "blocks, M=2 of modules, in the backward pass": [*HALVES, *IN_BACKWARD],
+    "blocks, M=3 of modules": THIRDS,
+    "block 0 of 3 of modules for four fifths, then 1 and 2, in the backward pass": [
+        *THIRDS,
+        *IN_BACKWARD,
+        "schedule.order=[0, 0, 0, 0, 0, 0, 0, 0, 1, 2]",
+        "schedule.visit=260 steps",
+        "stop.duration=2600 steps",
+    ],
     "full, Muon": ["blocks.count=1", *MUON],
     "Muon, tail newton-schulz, M=4 of modules": [*TAIL, *FOUR, *MUON],
 }
@@ -112,7 +132,7 @@ def full_of(method: str) -> str:
 
 def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
     """Where a run lies."""
-    return runs / f"{method.replace(', ', '-').replace(' ', '-')}-{rate:g}-seed{seed}"
+    return runs / f"{plain(method)}-{rate:g}-seed{seed}"
 
 
 def config_of(runs: Path, size: Size, method: str, rate: float, seed: int) -> bt.RunConfig:
@@ -121,8 +141,8 @@ def config_of(runs: Path, size: Size, method: str, rate: float, seed: int) -> bt
     steps = whole if method == full_of(method) else [f"stop.duration={size.steps * 3 // 2} steps"]
     overrides = [
         *size.overrides,
-        *METHODS[method],
         *steps,
+        *METHODS[method],
         f"optimizer.lr={rate}",
         f"seed={seed}",
         f"text.cache={runs}",

@@ -76,7 +76,7 @@ def cases(scale: str) -> Sequence[Case]:
         search = Search() if scale == "tiny" else Search(factors=(0.5, 1.0, 2.0), seeds=entry.seeds)
 
         def run(place: Place) -> Figures:
-            out = place.work / f"finetuning-{scale}" / name.replace(", ", "-").replace(" ", "-")
+            out = place.runs(f"finetuning-{scale}", name)
             return searched(_config(scale, place, entry), entry.method, out, search)
 
         return Case(name=name, scale=WORDS[scale], run=run)

@@ -73,7 +73,7 @@ def cases(scale: str) -> Sequence[Case]:
         search = Search(factors=FACTORS[scale], seeds=entry.seeds if scale == "short" else 1)
 
         def run(place: Place) -> Figures:
-            out = place.work / f"peers-{scale}" / name.replace(", ", "-").replace(" ", "-")
+            out = place.runs(f"peers-{scale}", name)
             return searched(_config(scale, place, entry), entry.method, out, search)
 
         return Case(name=name, scale=WORDS[scale], run=run)

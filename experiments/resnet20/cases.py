@@ -100,7 +100,7 @@ def cases(scale: str) -> Sequence[Case]:
 
     def trained(name: str, length: Length) -> Case:
         def run(place: Place) -> Figures:
-            out = place.work / f"resnet20-{scale}-{length.steps}" / name.replace(", ", "-").replace(" ", "-")
+            out = place.runs(f"resnet20-{scale}-{length.steps}", name)
             return _trained(ENTRIES[name], length, place, out)
 
         return Case(name=name, scale=length.words, run=run)
