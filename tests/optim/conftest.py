@@ -38,6 +38,15 @@ def batch() -> MakeBatch:
     return make
 
 
+def assert_nothing_moves(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """A backward pass through all of `model` leaves its weights as they are."""
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.requires_grad_(True)
+    model(**batch).loss.backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 # Name -> class and keyword arguments. Rates are high, so that a difference shows after few steps.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),

@@ -21,6 +21,8 @@ from blocktrain.schedule import Cyclic
 from blocktrain.train.accounting import StepShape, predicted_peaks, visited_peaks
 from blocktrain.units import Duration
 
+from .conftest import assert_nothing_moves
+
 RATE, STEPS = 1e-2, 3
 
 
@@ -95,11 +97,7 @@ def test_after_the_visit_nothing_moves(gpt2, batch) -> None:
     mine = optimizer(gpt2(), Tail(rule="sgd"))
     with mine.visit(mine.partition[0]):
         pass
-    before = [p.detach().clone() for p in mine.partition.model.parameters()]
-    for p in mine.partition.model.parameters():
-        p.requires_grad_(True)
-    mine.partition.model(**batch(0)).loss.backward()
-    assert all(torch.equal(p, q) for p, q in zip(mine.partition.model.parameters(), before, strict=True))
+    assert_nothing_moves(mine.partition.model, batch(0))
 
 
 def test_one_gradient_of_the_tail_is_alive_at_a_time(gpt2, batch) -> None:
