@@ -15,8 +15,8 @@ interpolated between evaluations. FLOPs are counted, of the forward and backward
 Newton-Schulz update has products of its own); "cached" takes off the forward pass of the frozen prefix, as if a cache
 of it filled itself. Time is the sum of a run's steps until the crossing, each at the share of a full step that a step
 in its block takes: the median of interleaved rounds in one process (stepping.py), no cache. Memory is that of
-weights, gradients and moments, and the tracked peak of a step. All of these are shares of full training's; where its
-loss is not reached, plain blocks' last loss is a nearer mark.
+weights, gradients and moments, and the tracked peak of a step. All of these are shares of that full training's, as it
+was run (not in the backward pass); where its loss is not reached, plain blocks' last loss is a nearer mark.
 """
 
 from __future__ import annotations
@@ -248,7 +248,9 @@ def spent(record: RunRecord, step: float, costs: Mapping[int, float] | Sequence[
 def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
     """One run beside full training of the same seed and optimizer; None where one of them is missing."""
     mine, full = finished(runs, method, rate, seed), finished(runs, full_of(method), full_rate, seed)
-    if mine is None or full is None or mine.tracked is None or mine.cost is None or full.cost is None:
+    if mine is None or full is None or mine.tracked is None or full.tracked is None:
+        return None
+    if mine.cost is None or full.cost is None:
         return None
     target = last_loss(full)
     tokens = tokens_to_reach(target, [(seen.tokens, seen.loss) for seen in mine.evaluations])
@@ -272,11 +274,11 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "multiplier": None if tokens is None else tokens / full.tokens,
         **costs,
         "kept_bytes": [_kept(parts) for parts in kept],
-        "kept_bytes_full": _kept(mine.cost.memory_full),
+        "kept_bytes_full": _kept(full.cost.memory_full),
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
-        "peak_bytes_full": sum(mine.tracked.full.parts.values()),
+        "peak_bytes_full": sum(full.tracked.full.parts.values()),
         "moments": [peak.parts["moments"] for peak in peaks],
-        "moments_full": mine.tracked.full.parts["moments"],
+        "moments_full": full.tracked.full.parts["moments"],
         "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
     }
 

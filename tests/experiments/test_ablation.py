@@ -11,7 +11,7 @@ from tabling import placed
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "ablations"
 
 
-@pytest.mark.parametrize("name", ["0.7M", "0.7M-long", "11M"])
+@pytest.mark.parametrize("name", ablation.SIZES)
 def test_the_log_shows_the_result(name: str) -> None:
     size = ablation.SIZES[name]
     table = ablation.table(json.loads((FOLDER / size.result).read_text()))
