@@ -4,8 +4,8 @@ The parts are those that were tracked at the start (see `accounting.py`), the sa
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
     blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
-    optimizer.in_backward       of the gradients, the largest one stays
     schedule.span = "block"     the same to 1/M, where a visit trains all blocks above too
+    optimizer.in_backward       of the gradients, the largest one stays
     precision                   fp32 -> bf16-exact: weights to half, but for the active block, which gets a master;
                                 bf16 -> int8, int8 -> nf4: frozen weights to half again
     optimizer.tail = "none"     of the activations, the tail keeps no inputs of matrices: 6 of 28 parts in GPT-2
