@@ -45,10 +45,10 @@ class Place:
 
     def runs(self, of: str, name: str) -> Path:
         """The folder of the runs that the case called `name` takes."""
-        return self.work / of / plain(name)
+        return self.work / of / folder_name(name)
 
 
-def plain(name: str) -> str:
+def folder_name(name: str) -> str:
     """A method's name as that of a folder."""
     return name.replace(", ", "-").replace(" ", "-")
 

@@ -44,7 +44,7 @@ from blocktrain.train.job import build
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runner import plain  # noqa: E402 - found beside this folder
+from runner import folder_name  # noqa: E402 - found beside this folder
 from stepping import interleaved, steps_of  # noqa: E402 - likewise
 from tabling import put, spread  # noqa: E402 - likewise
 
@@ -97,8 +97,6 @@ MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"
 TAIL = ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"]
 FOUR = ["blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"]
 IN_BACKWARD = ["optimizer.in_backward=true", "optimizer.max_grad_norm=none"]
-HALVES = ["blocks.count=2", "blocks.pieces=modules"]
-THIRDS = ["blocks.count=3", "blocks.pieces=modules"]
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1"],
     "blocks, M=3": [],
@@ -111,11 +109,10 @@ METHODS: dict[str, list[str]] = {
     "the same, M=4 of modules": [*TAIL, *FOUR],
     "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
     "suffix, M=4 of modules, without the top": ["schedule.span=suffix", *FOUR],
-    "blocks, M=2 of modules, in the backward pass": [*HALVES, *IN_BACKWARD],
-    "blocks, M=3 of modules": THIRDS,
+    "blocks, M=2 of modules, in the backward pass": [*IN_BACKWARD, "blocks.count=2", "blocks.pieces=modules"],
     "block 0 of 3 of modules for four fifths, then 1 and 2, in the backward pass": [
-        *THIRDS,
         *IN_BACKWARD,
+        "blocks.pieces=modules",
         "schedule.order=[0, 0, 0, 0, 0, 0, 0, 0, 1, 2]",
         "schedule.visit=260 steps",
         "stop.duration=2600 steps",
@@ -132,7 +129,7 @@ def full_of(method: str) -> str:
 
 def folder_of(runs: Path, method: str, rate: float, seed: int) -> Path:
     """Where a run lies."""
-    return runs / f"{plain(method)}-{rate:g}-seed{seed}"
+    return runs / f"{folder_name(method)}-{rate:g}-seed{seed}"
 
 
 def config_of(runs: Path, size: Size, method: str, rate: float, seed: int) -> bt.RunConfig:

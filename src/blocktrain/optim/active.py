@@ -36,10 +36,12 @@ class Active:
             self.used.clear()
             return
         for optimizer in self.optimizers:
+            if self.masters is None:
+                optimizer.step()
+                continue
             names = self.moved_by(optimizer)
-            # With masters one weight at a time, so that one gradient at a time is in fp32.
-            apart = self.masters is not None and steps_one_by_one(optimizer)
-            for together in [[name] for name in names] if apart else [names]:
+            # One weight at a time, so that one gradient at a time is in fp32.
+            for together in [[name] for name in names] if steps_one_by_one(optimizer) else [names]:
                 self.step_with(optimizer, together)
         if self.masters is not None:
             self.masters.forget_gradients()
