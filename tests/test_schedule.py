@@ -80,6 +80,9 @@ def test_without_sweeps_it_goes_on(three_blocks: Partition):
 def test_bad_values_are_named():
     with pytest.raises(ConfigError, match="sweeps must be at least 1, not 0"):
         Cyclic(visit=STEPS, sweeps=0)
+    for length in (100, "5 steps"):
+        with pytest.raises(ConfigError, match="a visit lasts a Duration, such as"):
+            Cyclic(visit=length)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="order 'ascendin' is unknown; did you mean 'ascending'"):
         Cyclic(visit=STEPS, order="ascendin")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="span 'sufix' is unknown; did you mean 'suffix'"):

@@ -94,15 +94,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_events(path: Path) -> list[Event]:
-    """All complete records of a log; a torn last line (a process killed while writing) is left out."""
+def read_events(path: Path, *, length: int | None = None) -> list[Event]:
+    """All complete records of a log, or of its first `length` bytes; a torn last line (a process killed while writing)
+    is left out."""
     if not path.is_file():
         raise DataError(f"'{path}' does not exist; is '{path.parent}' the folder of a run?")
-    return list(_parse(path))
+    return list(_parse(path, length))
 
 
-def _parse(path: Path) -> Iterator[Event]:
-    lines = path.read_bytes().split(b"\n")
+def _parse(path: Path, length: int | None) -> Iterator[Event]:
+    lines = path.read_bytes()[:length].split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue

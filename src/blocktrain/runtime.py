@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -20,6 +21,15 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether `name` could be that of a model on the Hugging Face hub: a path that says so is one on this machine.
+
+    >>> [may_be_on_hub(name) for name in ("gpt2", "openai/gpt2", "./gpt2", "/models/gpt2", "~/gpt2")]
+    [True, True, False, False, False]
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def pick_device(name: str = "auto") -> torch.device:

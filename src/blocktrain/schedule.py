@@ -49,18 +49,23 @@ class Cyclic:
     order: `"ascending"` (default: from random weights, descending order never recovered in our measurements),
         `"descending"`, `"shuffled"` (a new permutation each sweep, from `seed`), or a list of block indices.
     visit: the longest a visit may last; a local-convergence rule may end it sooner.
+    first_visits: the same of the run's first visits, in turn, where they are to be longer or shorter.
     sweeps: how many; None goes on until the run's own criterion stops it.
     span: what a visit trains: its `"block"`, or the `"suffix"` that begins with it, every block above included. A
         suffix takes the memory of all these blocks: that of the whole model at block 0.
     """
 
     visit: Duration
+    first_visits: Sequence[Duration] = ()
     sweeps: int | None = None
     order: Order | Sequence[int] = "ascending"
     span: Span = "block"
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for length in (self.visit, *self.first_visits):
+            if not isinstance(length, Duration):
+                raise ConfigError(f"a visit lasts a Duration, such as bt.Duration.steps(100), not {length!r}")
         if self.sweeps is not None and self.sweeps < 1:
             raise ConfigError(f"sweeps must be at least 1, not {self.sweeps}")
         if isinstance(self.order, str):
@@ -88,6 +93,10 @@ class Cyclic:
                         )
                 return [int(index) for index in listed]
 
+    def duration(self, visit: int) -> Duration:
+        """The longest that the run's `visit`-th visit may last."""
+        return self.first_visits[visit] if visit < len(self.first_visits) else self.visit
+
     def trained(self, partition: Partition) -> list[Block]:
         """What a visit to each block trains, by the block's index."""
         whole = self.span == "suffix"
@@ -99,5 +108,5 @@ class Cyclic:
         for sweep in itertools.count() if self.sweeps is None else range(self.sweeps):
             for block in self.blocks_of(sweep, len(partition)):
                 if index >= start:
-                    yield Visit(index=index, sweep=sweep, block=trained[block], duration=self.visit)
+                    yield Visit(index=index, sweep=sweep, block=trained[block], duration=self.duration(index))
                 index += 1

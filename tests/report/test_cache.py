@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from blocktrain.report.cache import by_block, given_up, reasons, totals
-from blocktrain.report.run import CacheChoice, RunRecord
+from blocktrain.report.records import CacheChoice
+from blocktrain.report.run import RunRecord
 
 MakeRun = Callable[..., Path]
 

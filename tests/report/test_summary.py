@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from blocktrain.events import EventLog
-from blocktrain.report.run import CacheUse, Retirement, RunRecord
+from blocktrain.report.records import CacheUse, Retirement
+from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import rows, summary, table
 
 MakeRun = Callable[..., Path]
@@ -159,6 +160,15 @@ def test_the_memory_shown_is_that_of_the_largest_block_where_there_are_blocks(ma
         at = labels.index(f"memory of a step{label}")
         assert labels[at - 1] == f"optimizer state{label}"
         assert labels[at + 1 : at + 6] == ["  weights", "  master", "  gradients", "  optimizer", "  activations"]
+
+
+def test_a_peak_that_was_measured_on_a_gpu_is_compared_and_a_resident_set_is_not(by_hand: RunRecord):
+    """Of several runs in one process the resident set never falls, whatever the later ones take."""
+    cpu = summary(by_hand)
+    gpu = {**cpu, "device": "cuda"}
+    resident, measured = "resident set of the process, PyTorch included", "peak memory, measured"
+    for chosen, expected in (([cpu], {resident}), ([gpu], {measured}), ([gpu, gpu], {measured}), ([cpu, cpu], set())):
+        assert {row.label for row in rows(chosen)} & {resident, measured} == expected
 
 
 def test_every_row_has_a_cell_for_every_column(make_run: MakeRun):

@@ -17,7 +17,7 @@ import torch
 from blocktrain.baselines.peers import PEERS, Peer
 from blocktrain.data.sampling import Sampling
 from blocktrain.errors import ConfigError, nearest
-from blocktrain.train.config import RunConfig
+from blocktrain.train.config import RunConfig, ScheduleConfig
 from blocktrain.units import Duration, Pace
 
 # (configuration, optimizer steps of the whole run, what a step consumes) -> configuration of the method
@@ -60,7 +60,7 @@ def full(config: RunConfig, steps: int, pace: Pace) -> RunConfig:
         _in_steps(config, steps, pace),
         name=f"{config.name}, full",
         blocks=replace(config.blocks, count=1, largest=None, patterns=None),
-        schedule=replace(config.schedule, visit=whole, sweeps=1, order="ascending", span="block", plateau=None),
+        schedule=ScheduleConfig(visit=whole, sweeps=1),
     )
 
 
@@ -88,7 +88,7 @@ def beside(name: str, peer: Peer) -> Change:
         return replace(
             plain,
             name=f"{config.name}, {name}",
-            schedule=replace(config.schedule, visit=visit, sweeps=None, span="block", plateau=None),
+            schedule=replace(config.schedule, visit=visit, first_visits=(), sweeps=None, span="block", plateau=None),
             optimizer=replace(plain.optimizer, lr=rate),
         )
 

@@ -14,9 +14,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from blocktrain.data.chat import ChatConfig
+from blocktrain.data.images import ImageConfig
+from blocktrain.data.labelled import LabelledConfig
+from blocktrain.data.text import TextConfig
 from blocktrain.errors import CheckpointError
+from blocktrain.model.resnet import ResNet
 from blocktrain.report.numerals import flops_text
-from blocktrain.report.run import Evaluation, RunRecord
+from blocktrain.report.records import Evaluation
+from blocktrain.report.run import RunRecord
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
 from blocktrain.train.folder import RunFolder
@@ -82,16 +88,19 @@ def _evaluation(run: RunRecord, step: int) -> Evaluation | None:
     return next((row for row in reversed(run.evaluations) if row.step <= step), None)
 
 
+# What a run counts -> the hub's name for what its model does.
+TASKS = {"tokens": "text-generation", "texts": "text-classification", "images": "image-classification"}
+
+
 def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> ModelCardData:
-    text = run.header.unit == "tokens"
     metrics = []
     if found is not None:
-        metrics.append(("loss", "validation loss, nats per token" if text else "validation loss, nats", found.loss))
+        metrics.append(("loss", f"validation loss, nats per {run.header.unit.removesuffix('s')}", found.loss))
         if found.accuracy is not None:
             metrics.append(("accuracy", "validation accuracy", found.accuracy))
-    task = "text-generation" if text else "image-classification"
+    task = TASKS[run.header.unit]
     return ModelCardData(
-        library_name="transformers" if text else "pytorch",
+        library_name="pytorch" if run.header.model == ResNet.__name__ else "transformers",
         pipeline_tag=task,
         base_model=_base_model(config),
         tags=["blocktrain", "block-coordinate-descent"],
@@ -99,8 +108,8 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
         eval_results=[
             EvalResult(
                 task_type=task,
-                dataset_type=_last_part(_source(config)),
-                dataset_name=_last_part(_source(config)),
+                dataset_type=_last_part(config.data.source),
+                dataset_name=_last_part(config.data.source),
                 dataset_split="validation",
                 metric_type=kind,
                 metric_name=name,
@@ -130,9 +139,8 @@ def _how(run: RunRecord) -> str:
 def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
     """Rows of the table of results."""
     found = _evaluation(run, step)
-    text = run.header.unit == "tokens"
     if found is not None:
-        yield "validation loss", f"{found.loss:.4f} nats per {'token' if text else 'image'} (step {found.step})"
+        yield "validation loss", f"{found.loss:.4f} nats per {run.header.unit.removesuffix('s')} (step {found.step})"
         if found.loss_per_byte is not None:
             yield "the same per byte of text", f"{found.loss_per_byte:.4f} nats"
         if found.accuracy is not None:
@@ -159,21 +167,22 @@ def _hardware(environment: dict[str, Any]) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    if config.text is None:
-        assert config.images is not None
-        return f"Images: `{_last_part(_source(config))}`."
-    text = config.text
-    held_out = (
-        f"`{_last_part(text.validation)}`" if text.validation else f"{text.validation_share:.1%} of the documents"
-    )
+    data = config.data
+    source = f"`{_last_part(data.source)}`"
+    match data:
+        case ImageConfig():
+            return f"Images: {source}."
+        case TextConfig():
+            what, unit = "Text", "documents"
+        case ChatConfig():
+            what, unit = "Conversations, with loss on the assistant's turns", "conversations"
+        case LabelledConfig():
+            what, unit = f"Texts by `{data.label_field}`", "texts"
+    held_out = f"`{_last_part(data.validation)}`" if data.validation else f"{data.validation_share:.1%} of the {unit}"
     return (
-        f"Text: `{_last_part(text.source)}` in rows of {text.row_tokens} tokens of `{_last_part(text.tokenizer)}`; "
+        f"{what}: {source} in rows of {data.row_tokens} tokens of `{_last_part(data.tokenizer)}`; "
         f"validation on {held_out} or the data set's own validation split."
     )
-
-
-def _source(config: RunConfig) -> str:
-    return config.text.source if config.text is not None else config.images.source  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _last_part(place: str) -> str:

@@ -39,9 +39,10 @@ class VisitingOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, blocks: BlockOptimizer, schedule: Cyclic):
-        if schedule.visit.unit != "steps":
+        unknown = next((length for length in (*schedule.first_visits, schedule.visit) if length.unit != "steps"), None)
+        if unknown is not None:
             raise ConfigError(
-                f"visits of {schedule.visit}: this loop's tokens and epochs are not known here; give the visit in steps"
+                f"visits of {unknown}: this loop's tokens and epochs are not known here; give the visit in steps"
             )
         moving = f"tail = '{blocks.tail.rule}'" if blocks.tail is not None else "in_backward = true"
         if blocks.tail is not None or blocks.in_backward:

@@ -62,7 +62,7 @@ class Cut:
             if level:
                 assert hidden is not None, "a run from a boundary needs its hidden states"
                 for module in self.bypassed(level):
-                    stack.enter_context(_passing_through(module, hidden, self._tuples.get(module)))
+                    stack.enter_context(hand_through(module, self._tuples.get(module), like=hidden))
                 for layer in self.chain.layers[1:level]:  # of the first, what looks embeddings up still runs
                     for module in layer.modules.values():
                         stack.enter_context(_without_hooks(module))
@@ -98,7 +98,7 @@ class Cut:
 
         def catch(at: int):
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                found[at] = _hidden(args, kwargs)
+                found[at] = hidden_of(args, kwargs)
                 if at == max(levels):
                     raise _Stop
 
@@ -167,14 +167,17 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _passing_through(module: nn.Module, hidden: Tensor, length: int | None) -> Iterator[None]:
-    """`module` hands its input on, as the first of a tuple if it would return one. What it hands on is only looked at
-    for its shape: where it would have made it wider (a projection of embeddings), that of `hidden` is right."""
+def hand_through(module: nn.Module, length: int | None, *, like: Tensor | None = None) -> Iterator[None]:
+    """Inside, `module` hands its input on, as the first of a tuple of `length` if it would return one.
+
+    like: of what it hands on only the shape will be looked at, and where it would have made it wider (a projection of
+        embeddings), that of `like` is right.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = _hidden(args, kwargs)
-        if given.shape != hidden.shape and given.dim() == hidden.dim():
-            given = torch.zeros_like(hidden)
+        given = hidden_of(args, kwargs)
+        if like is not None and given.shape != like.shape and given.dim() == like.dim():
+            given = torch.zeros_like(like)
         return given if length is None else (given, *[None] * (length - 1))
 
     before = vars(module).get("forward")  # one that somebody put there, as accelerate does
@@ -201,7 +204,8 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             of_kind.update(kept)
 
 
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a layer is called with. Raises `CutError` where that cannot be told."""
     if not args and "hidden_states" not in kwargs:
         raise CutError(
             f"a layer is called with {sorted(kwargs)} by name: its hidden states must be the first positional argument "

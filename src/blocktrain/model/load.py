@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.model.resnet import resnet
+from blocktrain.runtime import may_be_on_hub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +26,26 @@ class ModelConfig:
     path: instead, a folder or hub name that `from_pretrained` takes.
     weights: "pretrained" loads the weights found at `path`; "random" only its configuration.
     config: settings of the architecture's configuration class (`n_layer = 6`, ...); unknown names are errors.
+    zero_residuals: each layer begins as the identity: the last matrix of each residual branch is zero. Until a visit
+        has trained something of it, a layer is then left out of training steps, which changes nothing but their cost.
     """
 
     architecture: str | None = None
     path: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     config: dict[str, Any] = field(default_factory=dict)
+    zero_residuals: bool = False
 
     def __post_init__(self) -> None:
         if (self.architecture is None) == (self.path is None):
             raise ConfigError("give either architecture = '...' or path = '...'")
+        if self.zero_residuals and self.path is not None and self.weights == "pretrained":
+            raise ConfigError(
+                f"zero_residuals = true would throw away what the weights at '{self.path}' have learned; leave it out, "
+                "or set weights = 'random'"
+            )
+        if self.zero_residuals and _depth_of_resnet(self.architecture) is not None:
+            raise ConfigError(f"zero_residuals = true is for transformers, not for '{self.architecture}'; leave it out")
 
 
 def load_model(
@@ -52,11 +64,9 @@ def load_model(
         over images where there is none. Without classes it predicts tokens.
     pad_token: what texts are filled up with; a decoder looks for the last token before it.
     """
-    match = re.fullmatch(r"resnet-?(\d+)", config.architecture or "")
-    if match:
-        return _resnet(
-            int(match.group(1)), config.config, None if vocab_size is not None or classes is None else len(classes)
-        )
+    depth = _depth_of_resnet(config.architecture)
+    if depth is not None:
+        return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
     model = _hugging_face(config, vocab_size, classes)
     _check_fit(model, vocab_size, row_tokens)
     settings: Any = cast(Any, model.config).get_text_config()
@@ -65,6 +75,11 @@ def load_model(
     if classes is not None and getattr(settings, "pad_token_id", None) is None:
         settings.pad_token_id = pad_token
     return model
+
+
+def _depth_of_resnet(architecture: str | None) -> int | None:
+    match = re.fullmatch(r"resnet-?(\d+)", architecture or "")
+    return int(match.group(1)) if match else None
 
 
 def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn.Module:
@@ -89,8 +104,8 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         settings.update(head)
         return _of_architecture(cls, settings, config.architecture)
     path = str(config.path)
-    if "/" not in path and not Path(path).is_dir():
-        raise ConfigError(f"model.path '{path}' is neither a folder nor a hub name of the form 'owner/name'")
+    if not Path(path).expanduser().is_dir() and not may_be_on_hub(path):
+        raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
     try:
         if config.weights == "random":
             settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
@@ -98,8 +113,10 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         return cls.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config, **head
         )
+    except SafetensorError as error:
+        raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}' cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model.path '{path}' cannot be loaded: {_first_line(error)}") from error
 
 
 def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
@@ -122,7 +139,14 @@ def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
         what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
         kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
-    return cls.from_config(settings).float()
+    try:
+        return cls.from_config(settings).float()
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # sizes that do not go together
+        raise ConfigError(f"[model.config] makes no '{name}': {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:

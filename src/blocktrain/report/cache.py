@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blocktrain.report.run import CacheChoice, CacheUse, RunRecord
+from blocktrain.report.records import CacheChoice, CacheUse
+from blocktrain.report.run import RunRecord
 
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 

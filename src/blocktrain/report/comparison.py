@@ -11,7 +11,8 @@ from blocktrain.report.chart import Bar, Dot, Line, Track, line_chart, stacked_b
 from blocktrain.report.figures import MOST_DOTS, figure, part_colour, parts_key, plot, without_start
 from blocktrain.report.multiplier import loss_of
 from blocktrain.report.numerals import Axis, count_axis, decimal, flops_axis, flops_text, time_axis
-from blocktrain.report.run import Evaluation, RunRecord
+from blocktrain.report.records import Evaluation
+from blocktrain.report.run import RunRecord
 from blocktrain.report.series import thin
 from blocktrain.report.summary import Summary, parts, summary
 from blocktrain.units import format_bytes, format_count, format_seconds

@@ -21,7 +21,8 @@ from blocktrain.report.numerals import (
     percent,
     time_axis,
 )
-from blocktrain.report.run import Evaluation, RunRecord, Step, Visit
+from blocktrain.report.records import Evaluation, Step, Visit
+from blocktrain.report.run import RunRecord
 from blocktrain.report.series import evenly, running_mean, thin, window
 from blocktrain.report.summary import PART_ORDER, parts
 from blocktrain.units import format_bytes, format_count, format_seconds

@@ -7,7 +7,8 @@ from html import escape
 
 from blocktrain.report.figures import figure
 from blocktrain.report.numerals import ABSENT
-from blocktrain.report.run import Peak, RunRecord
+from blocktrain.report.records import Peak
+from blocktrain.report.run import RunRecord
 from blocktrain.units import format_bytes
 
 ORDER = ("frozen", "active", "master", "gradients", "moments", "activations", "logits")  # what is left is "other"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blocktrain.report.numerals import decimal
-from blocktrain.report.run import Evaluation, RunRecord
+from blocktrain.report.records import Evaluation
+from blocktrain.report.run import RunRecord
 from blocktrain.units import format_count
 
 

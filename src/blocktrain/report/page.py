@@ -17,7 +17,8 @@ from blocktrain.report import cachesection, comparison, figures, memorysection, 
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
-from blocktrain.report.run import Evaluation, RunRecord
+from blocktrain.report.records import Evaluation
+from blocktrain.report.run import RunRecord
 from blocktrain.report.series import evenly
 from blocktrain.report.summary import Summary, columns, rows, summary
 from blocktrain.units import format_bytes, format_count, format_seconds

@@ -7,7 +7,8 @@ from html import escape
 
 from blocktrain.report.figures import figure
 from blocktrain.report.numerals import percent, plural
-from blocktrain.report.run import RunRecord, Sample
+from blocktrain.report.records import Sample
+from blocktrain.report.run import RunRecord
 
 MOST_PROMPTS = 5
 

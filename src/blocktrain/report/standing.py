@@ -129,7 +129,7 @@ def _multiplier(run: RunRecord, full: RunRecord | None, runs: Sequence[RunRecord
 
 def standing_table(found: Sequence[Standing], *, card: str | None = None) -> Table:
     """For a terminal: a line a run."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = ["", "loss", "same time", "FLOPs", "of step", "peak", "state", "B-F", "cross"]
     headings += [f"$, {card}"] if card else []
     for index, heading in enumerate(headings):
@@ -141,8 +141,8 @@ def standing_table(found: Sequence[Standing], *, card: str | None = None) -> Tab
             _shown(item.loss_at_equal_time, decimal),
             flops_text(item.flops).removesuffix("LOP"),
             _shown(item.step_ratio, decimal),
-            _shown(item.peak_bytes, format_bytes),
-            _shown(item.optimizer_bytes, format_bytes),
+            _shown(item.peak_bytes, format_bytes).removesuffix("iB"),
+            _shown(item.optimizer_bytes, format_bytes).removesuffix("iB"),
             _shown(item.multiplier, decimal),
             _shown(item.cross_multiplier, decimal),
         ]

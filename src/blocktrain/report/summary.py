@@ -18,7 +18,8 @@ from rich.text import Text
 
 from blocktrain.report.cache import totals
 from blocktrain.report.numerals import ABSENT, alike, decimal, flops_text, format_small, percent, seconds_text
-from blocktrain.report.run import Bytes, RunRecord
+from blocktrain.report.records import Bytes
+from blocktrain.report.run import RunRecord
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 Summary = dict[str, Any]
@@ -128,6 +129,7 @@ def _memory(run: RunRecord) -> Summary:
     measured: Summary = {
         "optimizer_bytes_measured": run.end.optimizer_bytes if run.end else None,
         "peak_memory_bytes": run.end.peak_memory_bytes if run.end else None,
+        "device": run.header.device,
     }
     if run.cost is None:
         names = ("optimizer_bytes", "optimizer_bytes_full", "memory", "memory_full")
@@ -203,7 +205,10 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
         full = (first["memory_full"] or {}).get(part, 0)
         add(f"  {part}", lambda item, part=part: _part(item["memory"], part), format_bytes, full)
     add("optimizer state, measured", _of("optimizer_bytes_measured"), format_bytes)
-    add("peak memory, measured", _of("peak_memory_bytes"), format_bytes)
+    if all(item["device"] == "cuda" for item in summaries):
+        add("peak memory, measured", _of("peak_memory_bytes"), format_bytes)
+    elif len(summaries) == 1:  # never falls, so of several runs in one process it says nothing
+        add("resident set of the process, PyTorch included", _of("peak_memory_bytes"), format_bytes)
     add(f"{unit} seen", _of("tokens"), format_count)
     add("steps", _of("steps"), lambda value: f"{value:,}")
     add("visits", lambda item: item["visits"] if item["method"] != "full" else None, str)

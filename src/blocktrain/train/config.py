@@ -74,6 +74,7 @@ class ScheduleConfig:
     """Which block is visited when, and for how long.
 
     visit: the longest a visit lasts; an epoch is one pass over the subset.
+    first_visits: the same of the run's first visits, in turn: `["2000 steps"]` trains the first block for long.
     sweeps: how many; left out, the run ends by `[stop]`.
     order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
     span: what a visit trains: its "block"; or the "suffix", every block above it too, to learn more from a token; that
@@ -81,6 +82,7 @@ class ScheduleConfig:
     """
 
     visit: Duration
+    first_visits: tuple[Duration, ...] = ()
     sweeps: int | None = None
     order: Literal["ascending", "descending", "shuffled"] | tuple[int, ...] = "ascending"
     span: Span = "block"
@@ -302,6 +304,12 @@ class RunConfig:
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, not {self.seed}")
         preset(self.precision)
+
+    @property
+    def data(self) -> TextConfig | ChatConfig | LabelledConfig | ImageConfig:
+        """The one table of data that there is."""
+        (table,) = (each for each in (self.text, self.chat, self.labelled, self.images) if each is not None)
+        return table
 
     def _check_moving(self, setting: str) -> None:
         """Of weights that move in the backward pass: there must be one a step, and nothing to take back afterwards."""

@@ -20,6 +20,7 @@ from blocktrain.dist.ranks import Ranks
 from blocktrain.dist.sharding import require_whole
 from blocktrain.dist.stages import PipelineConfig, require_stages
 from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.model.growth import Growth
 from blocktrain.model.kernels import choose_kernels
 from blocktrain.model.load import load_model
 from blocktrain.model.loss import check_chunked
@@ -51,6 +52,7 @@ class Job:
     device: torch.device
     model: nn.Module
     partition: Partition
+    growth: Growth | None  # where layers begin as the identity
     optimizer: BlockOptimizer
     task: Task
     rows: RowPlan
@@ -70,6 +72,10 @@ class Job:
         """What a visit to each block trains, by the block's index."""
         return self.schedule.trained(self.partition)
 
+    def moved(self, block: Block) -> set[str]:
+        """Names of the weights that move in a visit to `block`: its own, and those of a tail that learns."""
+        return {*block.parameters, *self.optimizer.tail_of(block)}
+
     @property
     def total_steps(self) -> int | None:
         """The most steps the run can take; None where nothing but a loss or the clock ends it."""
@@ -78,7 +84,7 @@ class Job:
             limits.append(self.config.stop.duration.in_steps(self.pace))
         if self.schedule.sweeps is not None:
             visits = self.schedule.sweeps * len(self.schedule.blocks_of(0, len(self.partition)))
-            limits.append(visits * self.schedule.visit.in_steps(self.pace))
+            limits.append(sum(self.schedule.duration(visit).in_steps(self.pace) for visit in range(visits)))
         return min(limits, default=None)
 
 
@@ -100,12 +106,14 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
     require_apart(model, task)
     batch = task.train.batch([0])
     parts = cut(model, config.blocks, batch)
+    growth = Growth(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
     choose_kernels(config.memory.kernels, device)
     if config.memory.loss_chunk is not None:
         with evaluating(model):
             check_chunked(model, to_device(batch, device))
     schedule = Cyclic(
         visit=config.schedule.visit,
+        first_visits=config.schedule.first_visits,
         sweeps=config.schedule.sweeps,
         order=config.schedule.order,
         span=config.schedule.span,
@@ -124,6 +132,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Job:
         device=device,
         model=model,
         partition=parts,
+        growth=growth,
         optimizer=optimizer_of(config, parts, folder, ranks),
         task=task,
         rows=plan,

@@ -33,6 +33,7 @@ from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
 from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint
 from blocktrain.train.folder import RunFolder
+from blocktrain.train.growing import left_out, running_without
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.layout import Layout, lay_out, write_checkpoint
@@ -62,15 +63,16 @@ class Loop:
     _memory: Event = field(default_factory=dict)  # the record of that name
     _peak_bytes: int = 0  # of the visits before
     _started: float = 0.0
-    _step_flops: list[int] = field(default_factory=list)
+    _step_flops: dict[tuple[int, int], int] = field(default_factory=dict)  # by block, and layers left out
 
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
         checkpoint written; any other error leaves the last checkpoint as it was."""
         started = time.perf_counter()
         newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
-        opening, logged = self._opening(resumed=bool(newest))
+        opening = self._opening(resumed=bool(newest))
         saved = self._restore(newest[0]) if newest else 0  # after steps were rehearsed: nothing of them is left
+        logged = self.job.ranks.first(lambda: bool(newest and self._logged_opening(length=saved)))
         self._started = started - self.progress.seconds
         if self.job.ranks.is_first:
             self._log = EventLog(self.folder.events, length=saved)
@@ -85,11 +87,14 @@ class Loop:
         finally:
             self._log.close()
 
-    def _opening(self, *, resumed: bool) -> tuple[list[Event], bool]:
-        """The opening records, decided and counted at the start, and whether they are in the log already."""
+    def _opening(self, *, resumed: bool) -> list[Event]:
+        """The opening records: those of an earlier session like this one, or else decided and counted now."""
         ranks = self.job.ranks
-        logged = ranks.first(lambda: logged_opening(self.folder.events, self.job, self.method) if resumed else [])
-        return logged or ranks.first(lambda: opening_events(self.job, self.method)), bool(logged)
+        logged = ranks.first(lambda: self._logged_opening() if resumed else [])
+        return logged or ranks.first(lambda: opening_events(self.job, self.method))
+
+    def _logged_opening(self, *, length: int | None = None) -> list[Event]:
+        return logged_opening(self.folder.events, self.job, self.method, length=length)
 
     def _open(self, opening: Sequence[Event], *, logged: bool) -> None:
         """Lay the work out over the processes, as the opening records say; until here, each has all of it."""
@@ -97,7 +102,10 @@ class Loop:
         micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
         self.job = replace(self.job, micro_rows=micro_rows)
         self._memory = told["memory"]
-        self._step_flops = told["cost"]["flops"]["blocks"]
+        self._step_flops = {(block, 0): flops for block, flops in enumerate(told["cost"]["flops"]["blocks"])}
+        self._step_flops |= {
+            (grown["block"], grown["left_out"]): grown["flops"] for grown in told["cost"].get("growing", ())
+        }
         forward_flops = told["cost"]["flops"]["forward_layers"]
         self._layout = lay_out(self.job, self.folder.path, forward_flops)
         self.job = self._layout.job
@@ -128,19 +136,20 @@ class Loop:
     def _visit(self, visit: Visit) -> None:
         """Steps until the visit or the run is over."""
         progress, config, pace = self.progress, self.job.config, self.job.pace
-        longest = visit.duration.in_steps(pace)
+        longest, outside = visit.duration.in_steps(pace), left_out(self.job, visit)
         evaluate_every, save_every = config.evaluation.every.in_steps(pace), config.checkpoint.every.in_steps(pace)
         fresh = progress.visit_step == 0
         if fresh:
             progress.rule, progress.sweep = self.job.rule.start(), visit.sweep
-            self._emit({"kind": "visit", **self._place(visit), **self._now()})
+            self._emit({"kind": "visit", **self._place(visit), **self._now(), "left_out": len(outside)})
         if not progress.visit_over:  # a resumed visit may have nothing left to do
             self._open_prefix(visit, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
-            with planned(self.job, self._memory, f"at step {progress.step + 1} in {visit.block}"):
+            doing = f"at step {progress.step + 1} in {visit.block}"
+            with planned(self.job, self._memory, doing), running_without(self.job, outside):
                 place = {"step": progress.step, "visit_step": progress.visit_step}
                 result = train_step(self.job, self._prefixed, self._layout.parallel, visit, **place)
-            self._advance(visit, result)
+            self._advance(visit, result, self._step_flops[visit.block.index, len(outside)])
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
                 self._evaluate_and_log()
@@ -168,13 +177,13 @@ class Loop:
         if decided is not None:
             (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 
-    def _advance(self, visit: Visit, result: StepResult) -> None:
+    def _advance(self, visit: Visit, result: StepResult, flops: int) -> None:
         """Count a step and log it."""
         progress = self.progress
         progress.step += 1
         progress.visit_step += 1
         progress.tokens += self.job.pace.tokens_per_step
-        progress.flops += self._step_flops[visit.block.index] - result.flops_saved
+        progress.flops += flops - result.flops_saved
         event = {"kind": "step", **self._now(), **self._place(visit), **result.to_event()}
         logged = progress.step % self.job.config.log_every == 0 or result.skipped
         (self._emit if logged else self._tell)(event)
@@ -192,7 +201,7 @@ class Loop:
         if not result.skipped:
             progress.rule, progress.visit_over = job.rule.update(progress.rule, seen, job.pace)
         if progress.visit_over is None and progress.visit_step >= longest:
-            progress.visit_over = f"{job.schedule.visit} done"
+            progress.visit_over = f"{job.schedule.duration(progress.visit)} done"
         progress.run_over = job.config.stop.reached(
             step=progress.step, seconds=seconds, validation_loss=validation, pace=job.pace
         )

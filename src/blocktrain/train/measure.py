@@ -18,16 +18,19 @@ from blocktrain.blocks.activation import activate, evaluating, release
 from blocktrain.blocks.block import Block
 from blocktrain.blocks.checkpointing import checkpointed_layers
 from blocktrain.events import Event, read_events
+from blocktrain.model.chain import Layer
 from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.model.flops import StepCost, StepCounter
 from blocktrain.model.tracker import Peak
 from blocktrain.runtime import pick_device
 from blocktrain.train.accounting import predicted_peaks
 from blocktrain.train.alike import ends, filled, on_the_line
+from blocktrain.train.growing import growing_visits, running_without
 from blocktrain.train.job import Job
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.rehearsal import decide_micro_rows, step_shape
 from blocktrain.train.schema import to_mapping
+from blocktrain.train.task import to_device
 
 OPENING = ("run", "cost", "memory", "micro_batch")
 
@@ -38,13 +41,18 @@ def opening_events(job: Job, method: str) -> list[Event]:
     decided = [decide_micro_rows(job)] if job.config.batch.micro_rows == "auto" else []
     for event in decided:
         job = replace(job, micro_rows=event["micro_rows"])
-    return [_run_event(job, method), {"kind": "cost", **_costs(job)}, {"kind": "memory", **_memory(job)}, *decided]
+    return [
+        _run_event(job, method),
+        {"kind": "cost", **_costs(job), **_growing(job)},
+        {"kind": "memory", **_memory(job)},
+        *decided,
+    ]
 
 
-def logged_opening(path: Path, job: Job, method: str) -> list[Event]:
-    """The same, of a run that has been begun; empty where it was begun on other hardware or in another
-    precision."""
-    logged = [event for event in read_events(path) if event["kind"] in OPENING]
+def logged_opening(path: Path, job: Job, method: str, *, length: int | None = None) -> list[Event]:
+    """The same, of a run that has been begun, from the first `length` bytes of its log; empty where it was begun on
+    other hardware or in another precision."""
+    logged = [event for event in read_events(path, length=length) if event["kind"] in OPENING]
     begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
     same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(job, method)))]
     return logged[begun:] if same else []
@@ -98,8 +106,7 @@ def _run_event(job: Job, method: str) -> Event:
 
 def _costs(job: Job) -> dict[str, Any]:
     """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
-    batch = job.task.train.batch(range(job.micro_rows))
-    batch = {name: tensor.to(job.device) for name, tensor in batch.items()}
+    batch = to_device(job.task.train.batch(range(job.micro_rows)), job.device)
     blocks = (job.partition.whole, *job.trained)
     steps = (counted_step(job, job.partition.whole, batch), *counted_steps(job, batch))
     layers = layer_costs(job.partition.chain, batch)
@@ -115,6 +122,17 @@ def _costs(job: Job) -> dict[str, Any]:
         },
         "memory": {"full": memory[0], "blocks": memory[1:]},
     }
+
+
+def _growing(job: Job) -> dict[str, Any]:
+    """FLOPs of an optimizer step in the visits that leave layers out."""
+    batch = to_device(job.task.train.batch(range(job.micro_rows)), job.device)
+    found = []
+    for visit, layers in growing_visits(job):
+        step = counted_step(job, visit.block, batch, without=layers)
+        place = {"block": visit.block.index, "left_out": len(layers)}
+        found.append({**place, "flops": _of_all_rows(job, step.flops)})
+    return {"growing": found} if found else {}
 
 
 def _of_all_rows(job: Job, flops: int) -> int:
@@ -136,25 +154,22 @@ def counted_steps(job: Job, batch: Mapping[str, torch.Tensor]) -> list[StepCost]
     return filled(job.trained, job.partition.chain, known, between)
 
 
-def counted_step(job: Job, block: Block, batch: Mapping[str, torch.Tensor]) -> StepCost:
-    """The same with `block` active, counted on a copy without memory."""
+def counted_step(
+    job: Job, block: Block, batch: Mapping[str, torch.Tensor], *, without: Collection[Layer] = ()
+) -> StepCost:
+    """The same with `block` active and the layers `without` left out, counted on a copy without memory."""
     activate(job.partition, block, frozen_dropout=job.config.blocks.frozen_dropout)
-    with saving_memory(job.partition, job.config.memory):
+    with saving_memory(job.partition, job.config.memory), running_without(job, without):
         counter = StepCounter(job.model, batch)
     release(job.partition)
-    return counter.measure(_moved(job, block))
-
-
-def _moved(job: Job, block: Block) -> set[str]:
-    """Names of the weights that get gradients: the block's, and those of a tail that learns."""
-    return {*block.parameters, *job.optimizer.tail_of(block)}
+    return counter.measure(job.moved(block))
 
 
 def _theory(
     job: Job, blocks: Sequence[Block], batch: Mapping[str, torch.Tensor], layers: tuple[LayerCost, ...]
 ) -> list[int]:
     """FLOPs by closed form, each block active. What a layer computes again depends on the mode it is in."""
-    chain, shares = job.partition.chain, [_moved_shares(job, _moved(job, block)) for block in blocks]
+    chain, shares = job.partition.chain, [_moved_shares(job, job.moved(block)) for block in blocks]
     if job.config.memory.checkpointing == "off":
         return [theoretical_step_flops(layers, mine) for mine in shares]
     activate(job.partition, job.partition.whole)

@@ -44,17 +44,17 @@ def to_mapping(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if value is None:
             continue
-        if isinstance(value, Duration):
-            number = int(value.value) if float(value.value).is_integer() else value.value
-            value = f"{number} {value.unit}"
-        elif dataclasses.is_dataclass(value):
-            value = to_mapping(value)
-        result[field.name] = _lists(value)
+        result[field.name] = _plain(value)
     return result
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+def _plain(value: Any) -> Any:
+    if isinstance(value, Duration):
+        number = int(value.value) if float(value.value).is_integer() else value.value
+        return f"{number} {value.unit}"
+    if dataclasses.is_dataclass(value):
+        return to_mapping(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""A run whose model grows: layers that are the identity still, because no visit has reached them, are left out.
+
+    visit        0: block 0    1: block 1    2: block 0
+    layers 0, 1  trained       frozen        trained
+    layers 2, 3  left out      trained       frozen
+
+Which layers those are follows from the schedule alone, so a resumed run goes on with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from blocktrain.model.chain import Layer
+from blocktrain.schedule import Visit
+from blocktrain.train.job import Job
+
+
+def left_out(job: Job, visit: Visit) -> tuple[Layer, ...]:
+    """The layers that steps of `visit` need not run."""
+    if job.growth is None or job.config.distributed.layout != "rows":
+        return ()  # stages and shards run all layers
+    waiting = dict.fromkeys(job.growth.layers)
+    for earlier in job.schedule.visits(job.partition):
+        moved = job.moved(earlier.block)
+        for layer in [layer for layer in waiting if any(name in moved for name, _ in layer.named_parameters())]:
+            del waiting[layer]
+        if not waiting or earlier.index >= visit.index:
+            break
+    return tuple(waiting)
+
+
+def growing_visits(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
+    """The visits that leave layers out, each kind once. All is decided in the first sweep; in the second one each block
+    is visited in the model as it then stays."""
+    seen = set()
+    for visit in job.schedule.visits(job.partition):
+        layers = left_out(job, visit)
+        if not layers or visit.sweep > 1:
+            return
+        if (visit.block.index, len(layers)) not in seen:
+            seen.add((visit.block.index, len(layers)))
+            yield visit, layers
+
+
+def running_without(job: Job, layers: Collection[Layer]) -> AbstractContextManager[None]:
+    """Inside, steps do without `layers`."""
+    return nullcontext() if job.growth is None else job.growth.without(layers)

@@ -1,0 +1,124 @@
+"""A run whose layers begin as the identity: those that no visit has reached are left out, and nothing but the cost
+is different."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import blocktrain as bt
+from blocktrain.errors import ConfigError
+from blocktrain.events import Event, read_events
+from blocktrain.model.flops import StepCounter
+from blocktrain.model.load import ModelConfig
+from blocktrain.report.run import RunRecord
+from blocktrain.train import loop, measure
+from blocktrain.train.growing import left_out
+from blocktrain.train.job import build
+
+ZERO = "model.zero_residuals=true"  # four layers in three blocks: embedding; 0 and 1; 2, 3 and the head
+COSTS = {"cost", "cache", "cached", "end"}
+
+
+def outside(config: bt.RunConfig, folder: Path) -> list[tuple[int, int]]:
+    """Block, and number of layers left out, of the first visits."""
+    job = build(config, folder)
+    visits = islice(job.schedule.visits(job.partition), 6)
+    return [(visit.block.index, len(left_out(job, visit))) for visit in visits]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("schedule.sweeps=2", "blocks.pieces=modules"),
+        ("optimizer.max_grad_norm=none", "optimizer.in_backward=true"),
+        ("memory.frozen=host", "memory.checkpointing=layers"),
+        ("precision=bf16-exact",),
+        ("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs"),
+    ],
+    ids=["plain", "pieces", "in-backward", "streamed", "bf16", "cached"],
+)
+def test_left_out_or_not_a_run_is_the_same(
+    tiny, outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    def learned(folder: Path) -> tuple[list[Event], dict[str, str]]:
+        log, files = outcome(folder)
+        log = [{k: v for k, v in event.items() if k != "left_out"} for event in log if event["kind"] not in COSTS]
+        return log, {name: file for name, file in files.items() if name.endswith("safetensors")}
+
+    config = tiny(ZERO, *overrides)
+    bt.run(config, tmp_path / "grown")
+    visits = [event for event in read_events(tmp_path / "grown" / "events.jsonl") if event["kind"] == "visit"]
+    assert [visit["left_out"] for visit in visits[:3]] == (
+        [3, 1, 0] if "blocks.pieces=modules" in overrides else [4, 2, 0]
+    )
+    monkeypatch.setattr(loop, "left_out", lambda _job, _visit: ())
+    monkeypatch.setattr(measure, "growing_visits", lambda _job: ())
+    bt.run(config, tmp_path / "whole")
+    grown, whole = learned(tmp_path / "grown"), learned(tmp_path / "whole")
+    assert grown == whole
+    assert grown[1]
+
+
+def test_an_interrupted_run_goes_on_with_the_same_layers(tiny, outcome, tmp_path: Path) -> None:
+    config = tiny(ZERO)
+    bt.run(config, tmp_path / "whole")
+
+    def crash(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bt.run(config, tmp_path / "run", listeners=[crash])
+    bt.resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_flops_are_those_of_the_layers_that_run(tiny, tmp_path: Path) -> None:
+    config = tiny(ZERO, "schedule.sweeps=2")
+    bt.run(config, tmp_path)
+    record, job = RunRecord.load(tmp_path), build(config, tmp_path / "again")
+    assert job.growth is not None
+    assert record.cost is not None
+    assert record.end is not None
+    batch = job.task.train.batch(range(4))
+    with job.growth.without(job.growth.layers):
+        step = StepCounter(job.model.train(), batch).training(job.partition[0].parameters)
+    assert step == pytest.approx(record.cost.growing[0, 4], rel=0.01)  # attention with dropout takes another kernel
+    known = record.cost.growing[0, 4] + record.cost.growing[1, 2] + sum(record.cost.flops_blocks)
+    assert record.end.flops == 4 * (known + record.cost.flops_blocks[2])
+    assert record.flops_until(record.steps_done) == record.end.flops
+    assert record.flops_until(6) == 4 * record.cost.growing[0, 4] + 2 * record.cost.growing[1, 2]
+
+
+def test_a_layer_is_run_from_the_visit_on_that_reaches_it(tiny, tmp_path: Path) -> None:
+    assert outside(tiny("schedule.sweeps=2"), tmp_path) == [(0, 0), (1, 0), (2, 0)] * 2
+    assert outside(tiny(ZERO, "schedule.sweeps=2"), tmp_path) == [(0, 4), (1, 2), (2, 0), (0, 0), (1, 0), (2, 0)]
+    assert outside(tiny(ZERO, "schedule.order=descending"), tmp_path) == [(2, 2), (1, 0), (0, 0)]
+    assert outside(tiny(ZERO, "schedule.order=[0, 0, 1, 0]"), tmp_path) == [(0, 4), (0, 4), (1, 2), (0, 2)]
+    assert outside(tiny(ZERO, "schedule.span=suffix"), tmp_path) == [(0, 0), (1, 0), (2, 0)]
+    moving = ("optimizer.tail=sgd", "optimizer.max_grad_norm=none")
+    assert outside(tiny(ZERO, *moving), tmp_path) == [(0, 0), (1, 0), (2, 0)]
+    for layout in ("layers", "shards"):  # they run all layers
+        assert outside(tiny(ZERO, f"distributed.layout={layout}"), tmp_path) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_first_visits_last_as_long_as_they_are_asked_to(tiny, tmp_path: Path) -> None:
+    config = tiny('schedule.first_visits=["6 steps", "1 steps"]', "schedule.sweeps=2")
+    assert build(config, tmp_path / "job").total_steps == 6 + 1 + 4 * 4
+    bt.run(config, tmp_path / "run")
+    assert [visit.step for visit in RunRecord.load(tmp_path / "run").visits] == [0, 6, 7, 11, 15, 19]
+    ended = [event["reason"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "retire"]
+    assert ended == ["6 steps done", "1 steps done", *["4 steps done"] * 4]
+    assert bt.RunConfig.from_mapping(config.to_mapping()) == config
+
+
+def test_what_cannot_begin_so_is_refused(tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="would throw away what the weights at 'm' have learned; leave it out"):
+        ModelConfig(path="m", zero_residuals=True)
+    with pytest.raises(ConfigError, match="is for transformers, not for 'resnet20'; leave it out"):
+        ModelConfig(architecture="resnet20", zero_residuals=True)
+    ModelConfig(path="m", weights="random", zero_residuals=True)
