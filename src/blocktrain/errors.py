@@ -75,8 +75,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     'known: color, size'
     """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+    lowered = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"did you mean '{lowered[close[0]]}'?" if close else f"known: {', '.join(names)}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from blocktrain.baselines import session
 from blocktrain.baselines.compare import Search, compare
@@ -18,11 +20,13 @@ from blocktrain.baselines.methods import METHODS, method
 from blocktrain.baselines.peers import PEERS, Peer
 from blocktrain.baselines.step import take_step
 from blocktrain.cli.main import main
-from blocktrain.errors import ConfigError
-from blocktrain.events import read_events
+from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.events import Event, read_events
 from blocktrain.report.run import RunRecord
 from blocktrain.report.standing import standings
 from blocktrain.train.config import RunConfig
+from blocktrain.train.export import export
+from blocktrain.train.session import resume
 from blocktrain.units import Duration, Pace
 
 MakeConfig = Callable[..., RunConfig]
@@ -99,6 +103,48 @@ def test_a_search_gives_each_method_the_same_runs_and_picks_the_best(tiny: MakeC
         assert high is not None
         assert high < low
     assert [folder.path.name for folder in found.folders] == ["lr-1-seed-0"] * 2
+
+
+def test_a_rate_that_diverges_is_not_the_best(tiny: MakeConfig, tmp_path: Path) -> None:
+    """Also where steps that are not finite are skipped, so that the run comes to its end."""
+    config = tiny(*PLAIN, "on_nonfinite=skip", "optimizer.name=SGD", "optimizer.max_grad_norm=none")
+    found = compare(config, ["bcd"], tmp_path, search=Search(factors=(1e25, 1.0), seeds=2))
+    assert [trial.factor for trial in found.trials] == [1e25, 1.0, 1.0]
+    assert found.trials[0].loss is None
+    assert found.folders[0].path.name == "lr-1-seed-0"
+
+
+def test_a_peer_takes_no_part_in_the_order_of_blocks(tiny: MakeConfig, tmp_path: Path) -> None:
+    folders = compare(tiny(*PLAIN, "schedule.order=[0, 2, 1]"), ["bcd", "lisa"], tmp_path).folders
+    assert RunRecord.load(folders[1].path).steps_done == 9
+
+
+def test_a_peers_run_is_neither_resumed_nor_exported(tiny: MakeConfig, tmp_path: Path) -> None:
+    (folder,) = compare(tiny(*PLAIN), ["lisa"], tmp_path).folders
+    before = folder.events.read_bytes()
+    for attempt in (lambda: resume(folder.path), lambda: export(folder, tmp_path / "model")):
+        with pytest.raises(
+            CheckpointError, match="of method 'lisa', which keeps no checkpoints; run the same comparison"
+        ):
+            attempt()
+    assert folder.events.read_bytes() == before
+
+
+def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> None:
+    alive = []
+
+    def models() -> int:
+        return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
+
+    def count(event: Event) -> None:
+        if event["kind"] == "end":
+            gc.collect()
+            alive.append(models())
+
+    gc.collect()
+    before = models()
+    compare(tiny(*PLAIN), ["bcd", "lisa"], tmp_path, listeners=lambda _folder: [count])
+    assert [seen - before for seen in alive] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["badam", "galore", "apollo", "lomo", "lora"])

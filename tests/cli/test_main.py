@@ -15,7 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import blocktrain as bt
 from blocktrain.cli.main import main
+from blocktrain.errors import ConfigError
+from blocktrain.train.folder import RunFolder
 
 
 @pytest.fixture
@@ -156,6 +159,17 @@ BAD = {
         ["--set", "model.architecture=gtp2"],
         "model.architecture 'gtp2' is unknown; did you mean 'gpt2'?",
     ),
+    "sizes that do not go together": (
+        ["--set", "model.config.n_head=3"],
+        "[model.config] makes no 'gpt2': `embed_dim` must be divisible by num_heads",
+    ),
+    "no such tokenizer": (["--set", "text.tokenizer=./gone"], "tokenizer './gone' is no folder (seen from "),
+    "half precision": (["--set", "precision=fp16"], "precision 'fp16' is unknown; did you mean 'bf16-exact'?"),
+    "no residuals to zero": (
+        ["--set", "model.architecture=resnet20", "--set", "model.zero_residuals=true"],
+        "zero_residuals = true is for transformers, not for 'resnet20'; leave it out",
+    ),
+    "another case": (["--set", "optimizer.name=Adamw"], "did you mean 'AdamW'?"),
     "unknown setting": (
         ["--set", "model.config.layers=2"],
         "unknown key 'model.config.layers' for architecture 'gpt2'",
@@ -186,6 +200,29 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not run.exists()
+
+
+def test_a_model_cut_short_is_one_message(config_file: Path, tmp_path: Path, capsys) -> None:
+    short = ["--set", "schedule.visit=1 steps"]
+    assert main(["train", str(config_file), "--out", str(tmp_path / "run"), *short]) == 0
+    model = tmp_path / "model"
+    assert main(["export", str(tmp_path / "run"), str(model)]) == 0
+    os.truncate(model / "model.safetensors", 5000)
+    capsys.readouterr()
+    config = RunFolder(tmp_path / "run").config().to_mapping()
+    config["model"] = {"path": str(model)}
+    with pytest.raises(ConfigError, match=f"weights at model.path '{model}' are damaged, or not all there: "):
+        bt.run(bt.RunConfig.from_mapping(config), tmp_path / "again")
+    config["model"] = {"path": "./gone"}
+    with pytest.raises(ConfigError, match=r"model.path './gone' is no folder \(seen from "):
+        bt.run(bt.RunConfig.from_mapping(config), tmp_path / "again")
+
+
+def test_an_empty_folder_name_is_refused(config_file: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(config_file), "--out", ""])
+    assert ended.value.code == 2
+    assert "the name of the folder is empty" in capsys.readouterr().err
 
 
 def test_bad_files_are_one_message(tmp_path: Path, capsys) -> None:

@@ -120,7 +120,7 @@ def test_a_source_that_does_not_exist(tmp_path, monkeypatch, source):
 def test_hub_without_the_datasets_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # what Python does when an import is blocked
     with pytest.raises(
-        DataError, match=r"'owner/name:config' is no file or folder here.*pip install \"blocktrain\[hub\]\""
+        DataError, match=r"'owner/name:config' is no file or folder \(seen from .*pip install \"blocktrain\[hub\]\""
     ):
         read_documents("owner/name:config")
 

@@ -301,6 +301,15 @@ def test_what_cannot_work_is_refused(make, model) -> None:
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": [], "lr": 0.1})
     with pytest.raises(ConfigError, match="chooses its own parameters"):
         trainer.create_optimizer()
+    packed = Blocks(precision=bt.INT8)
+    with pytest.raises(ConfigError, match="load_best_model_at_end = True copies weights into a model whose frozen"):
+        make(packed, load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps").create_optimizer()
+    trainer = make(packed)
+    trainer.create_optimizer()
+    with pytest.raises(ConfigError, match="resume with a new trainer and a new model"):
+        trainer._load_from_checkpoint("somewhere")
+    with pytest.raises(ConfigError, match=r"blocks = 3: give Blocks\(count=3\)"):
+        make(3)
     trainer = make()
     trainer.create_optimizer()
     with pytest.raises(CheckpointError, match="not saved by blocktrain"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ def test_it_visits_every_block_in_turn(model, rows) -> None:
         backward(net, rows)
         optimizer.step()
     assert seen == [0, 0, 1, 1, 2, 2, 0]
+
+
+def test_a_script_may_end_in_mid_visit() -> None:
+    """With masters, too: what is not left by then is not put to rest in an interpreter that shuts down."""
+    script = (
+        "import torch, blocktrain as bt\n"
+        "from blocktrain.integrations.visiting import VisitingOptimizer\n"
+        "net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
+        "blocks = bt.BlockOptimizer(bt.partition(net, 3), torch.optim.AdamW, lr=0.1, precision=bt.BF16_EXACT)\n"
+        "optimizer = VisitingOptimizer(blocks, bt.Cyclic(visit=bt.Duration.steps(2)))\n"
+        "net(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_scheduler_sets_the_rate_of_every_group(model, rows) -> None:

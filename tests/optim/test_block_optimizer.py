@@ -615,6 +615,14 @@ def test_a_block_of_another_partition_is_refused(gpt2):
             pass
 
 
+def test_what_is_no_partition_or_no_optimizer_class_is_refused(gpt2) -> None:
+    make: Any = BlockOptimizer
+    with pytest.raises(ConfigError, match=r"a GPT2LMHeadModel is no partition: give bt\.partition"):
+        make(gpt2(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match="'AdamW' is no optimizer class: give one such as"):
+        make(partition(gpt2(), num_blocks=2), "AdamW")
+
+
 @pytest.mark.parametrize("use", ["step", "zero_grad", "gradients", "clip_grad_norm", "state_bytes"])
 def test_outside_a_visit(use: str, gpt2):
     optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW)

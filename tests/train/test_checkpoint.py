@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import blocktrain as bt
@@ -245,6 +246,28 @@ def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
     corpus.write_text(Path(json.decoder.__file__).read_text() + "# one more line\n")
     with pytest.raises(CheckpointError, match="the training data are not those of"):
         bt.resume(run)
+
+
+@pytest.mark.parametrize("precision", ["bf16-exact", "int8"])
+def test_rows_of_a_matrix_are_exported_as_trained(tiny, tmp_path: Path, precision: str) -> None:
+    """Blocks that own rows of one matrix each have the remainder of theirs."""
+    from blocktrain.train.export import export
+    from blocktrain.train.folder import RunFolder
+
+    run = bt.run(tiny("blocks.largest=2000", f"precision={precision}"), tmp_path / "run").path
+    config = tiny("blocks.largest=2000", "precision=bf16-exact")
+    job = build(config, tmp_path / "again")
+    load_checkpoint(newest(run), job.partition, job.optimizer)
+    assert any(block.rows for block in job.partition)
+    expected = {name: parameter.detach().float() for name, parameter in job.model.named_parameters()}
+    for block in job.partition:
+        for name, remainder in job.optimizer.block_remainders(block.index).items():
+            mine = block.part(name, block.parameters[name].data)
+            block.part(name, expected[name]).copy_(join(mine, remainder))
+    export(RunFolder(run), tmp_path / "model")
+    found = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items() if name in found)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
 
 
 def test_a_live_run_is_left_alone(tiny, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
+from blocktrain.cli.main import main
 from blocktrain.errors import ConfigError
 from blocktrain.events import read_events
 from blocktrain.train.config import RunConfig
-from blocktrain.train.export import export
 from blocktrain.train.job import build
 from blocktrain.train.schema import override
 from blocktrain.train.session import run
@@ -84,7 +85,7 @@ def test_a_model_that_mixes_packed_conversations_is_refused(chat: Make, tmp_path
     build(chat(*bloom, "chat.layout=padded"), tmp_path)
 
 
-def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path):
+def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Five conversations learned by heart: exact match rises from nothing to most of them."""
     folder = run(
         chat(
@@ -109,7 +110,11 @@ def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path):
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    export(folder, tmp_path / "model")
+    assert main(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    assert "AutoModelForCausalLM.from_pretrained" in capsys.readouterr().out
+    about: Any = ModelCard.load(tmp_path / "model" / "README.md")
+    assert about.data.pipeline_tag == "text-generation"
+    assert "Conversations, with loss on the assistant's turns: `" in about.text
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.config.use_cache
@@ -124,7 +129,7 @@ CLASSIFIERS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
 
 
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
-def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path):
+def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = [("good film", "good"), ("bad film", "bad"), ("good", "good"), ("bad", "bad")] * 4
     text = "text,label\n" + "".join(f"{words},{label}\n" for words, label in words)
     (tmp_path / "data").mkdir()
@@ -148,7 +153,12 @@ def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path):
 
     from transformers import AutoModelForSequenceClassification
 
-    export(folder, tmp_path / "model")
+    assert main(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    assert "AutoModelForSequenceClassification.from_pretrained" in capsys.readouterr().out
+    about: Any = ModelCard.load(tmp_path / "model" / "README.md")
+    assert about.data.pipeline_tag == "text-classification"
+    assert "Texts by `label`: `data` in rows of 16 tokens of `bytes`" in about.text
+    assert "nats per text" in about.text
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert model.config.id2label == {0: "bad", 1: "good"}
     job = build(config, tmp_path)

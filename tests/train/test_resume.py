@@ -14,7 +14,7 @@ import pytest
 
 import blocktrain as bt
 from blocktrain.errors import Interrupted
-from blocktrain.events import Event
+from blocktrain.events import Event, read_events
 from blocktrain.train.checkpoint import checkpoints
 
 VARIANTS = {
@@ -76,6 +76,17 @@ def test_resuming_a_finished_run_changes_nothing(tiny, outcome, tmp_path: Path) 
     expected = outcome(tmp_path / "run")
     bt.resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == expected
+
+
+def test_a_moved_run_that_was_killed_at_once_still_says_where_it_runs(tiny, tmp_path: Path) -> None:
+    """The opening of the moved session lies behind its first checkpoint, where the log is cut."""
+    with pytest.raises(Crash):
+        bt.run(tiny(), tmp_path, listeners=[crash_at(9)])
+    with pytest.raises(Crash):
+        bt.resume(tmp_path, ["precision=bf16-exact"], listeners=[crash_at(5)])
+    bt.resume(tmp_path)
+    opened = [event["precision"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "run"]
+    assert opened == ["fp32", "bf16-exact"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -94,14 +94,15 @@ def compare(
     if len(chosen) < len(methods):
         raise ConfigError(f"methods {', '.join(methods)}: one is named twice")
     job = build(replace(config, optimizer=replace(config.optimizer, state="drop")), out)  # touches no moments in `out`
-    steps = job.total_steps
+    steps, pace = job.total_steps, job.pace
+    del job  # each method builds its own model
     if steps is None:
         raise ConfigError("a comparison needs a known number of steps: set schedule.sweeps or stop.duration")
     trials, folders = [], []
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
         _require_alone(chosen, ranks)
         for name, each in chosen.items():
-            comparing = _Comparing(config, name, each, out, steps, job.pace, search, listeners, command, ranks)
+            comparing = _Comparing(config, name, each, out, steps, pace, search, listeners, command, ranks)
             mine = [comparing.trial(factor, config.seed) for factor in search.factors]
             best = min(mine, key=lambda trial: math.inf if trial.loss is None else trial.loss)
             if best.loss is None:
@@ -147,8 +148,9 @@ class _Comparing:
         except NonFiniteError:
             if self.search.single:
                 raise
-            loss = None
-        return Trial(method=self.name, lr=lr, factor=factor, seed=seed, loss=loss, folder=str(place))
+            loss = math.nan
+        found = loss if math.isfinite(loss) else None  # a run that skips such steps ends with one
+        return Trial(method=self.name, lr=lr, factor=factor, seed=seed, loss=found, folder=str(place))
 
     def _train(self, theirs: RunConfig, folder: RunFolder) -> RunFolder:
         begun = self.ranks.first(lambda: self._begun(theirs, folder))

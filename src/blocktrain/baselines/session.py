@@ -53,7 +53,7 @@ def train_peer(
     with folder.lock(), saving_memory(job.partition, job.config.memory), stop_requests() as stop:
         for file in (out / "run.json", folder.events):
             file.unlink(missing_ok=True)
-        folder.create(config, method=method, environment=environment(job.device), command=command)
+        folder.create(config, method=method, environment=environment(job.device), command=command, resumable=False)
         log = EventLog(folder.events, length=0)
         try:
             _Run(job=job, trainee=trainee, log=log, listeners=listeners, stop=stop).run(opening, measured)
@@ -91,7 +91,8 @@ def _opening(config: RunConfig, peer: Peer, method: str, measured: Cycle) -> lis
     """The opening records of full training, with this method's figures where its own are."""
     batch = replace(config.batch, micro_rows=None) if config.batch.micro_rows == "auto" else config.batch
     blocks = replace(config.blocks, count=1, largest=None, patterns=None)
-    whole = replace(config, precision="fp32", batch=batch, blocks=blocks)
+    schedule = replace(config.schedule, order="ascending")  # a list would name blocks that there are not
+    whole = replace(config, precision="fp32", batch=batch, blocks=blocks, schedule=schedule)
     told = {event["kind"]: event for event in opening_events(build(whole, Path()), method)}
     header, cost, memory = told["run"], told["cost"], told["memory"]
     parts = dict(measured.peak.parts)

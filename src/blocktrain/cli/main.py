@@ -95,8 +95,14 @@ def _configuration(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see examples/")
     _overrides(sub, "override a key; may be repeated")
     sub.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new folder (default: runs/NAME, or runs/NAME-compare; numbered)"
+        "--out", type=_folder, metavar="DIR", help="a new folder (default: runs/NAME, or runs/NAME-compare; numbered)"
     )
+
+
+def _folder(name: str) -> Path:
+    if not name:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    return Path(name)
 
 
 def _overrides(sub: argparse.ArgumentParser, text: str) -> None:

@@ -55,7 +55,7 @@ def _layouts(outcome: Outcome, width: int) -> Table:
         "": lambda item: "",
         "blocks": lambda item: {"full": "full", "offload": "offl."}.get(item.layout.method, str(item.layout.blocks)),
         "precision": lambda item: item.layout.precision.name,
-        "rows": lambda item: str(item.layout.micro_rows),
+        "micro": lambda item: str(item.layout.micro_rows),
         "ckpt": lambda item: "yes" if item.layout.checkpointing == "layers" else ABSENT,
         "cache": lambda item: item.layout.cache if item.layout.cache != "off" else ABSENT,
         "dxpxs": lambda item: f"{item.layout.data}x{item.layout.pipeline}x{item.layout.shards}",

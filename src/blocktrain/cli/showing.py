@@ -68,10 +68,21 @@ def export(options: argparse.Namespace) -> int:
         json.dump({"exported": str(out), "pushed": address}, sys.stdout)
         print()
         return 0
-    print(f"exported to {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    print(f"exported to {out}; {_how_to_load(out)}")
     if address is not None:
         print(f"pushed to {address}")
     return 0
+
+
+def _how_to_load(out: Path) -> str:
+    (name,) = json.loads((out / "config.json").read_text()).get("architectures") or [None]
+    if name is None:
+        return "its weights are in model.safetensors, its depth in config.json: see blocktrain.resnet"
+    heads = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"}
+    heads |= {"ForSequenceClassification": "AutoModelForSequenceClassification"}
+    heads |= {"ForImageClassification": "AutoModelForImageClassification"}
+    known = next((auto for end, auto in heads.items() if name.endswith(end)), name)
+    return f"load it with {known}.from_pretrained({str(out)!r})"
 
 
 def config(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from blocktrain.data.document import Document, Split
@@ -85,7 +85,8 @@ class HubCorpus:
     def _unreadable(self, error: Exception) -> DataError:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return DataError(
-            f"'{self.name}' is no file or folder here, and cannot be read as a Hugging Face data set: {reason}"
+            f"'{self.name}' is no file or folder (seen from {Path.cwd()}), and cannot be read as a Hugging Face data "
+            f"set: {reason}"
         )
 
 
@@ -94,6 +95,6 @@ def _datasets(source: str) -> Any:
         return importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"'{source}' is no file or folder here; to read it as a Hugging Face data set, "
+            f"'{source}' is no file or folder (seen from {Path.cwd()}); to read it as a Hugging Face data set, "
             'pip install "blocktrain[hub]"'
         ) from error

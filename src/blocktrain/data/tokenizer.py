@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from blocktrain.errors import DataError, storage_errors
+from blocktrain.runtime import may_be_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,6 +169,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     folder = Path(name).expanduser()
+    if not folder.is_dir() and not may_be_on_hub(name):
+        raise DataError(f"tokenizer '{name}' is no folder (seen from {Path.cwd()}), and no name on the hub")
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json"}:

@@ -77,6 +77,8 @@ class BlockTrainerMixin:
     optimizer_cls_and_kwargs: Any
 
     def __init__(self, *args: Any, blocks: Blocks | None = None, **kwargs: Any):
+        if not isinstance(blocks, Blocks | None):
+            raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or what else it takes")
         self.blocks = blocks if blocks is not None else Blocks()
         self._visiting: VisitingOptimizer | None = None
         super().__init__(*args, **kwargs)
@@ -124,11 +126,21 @@ class BlockTrainerMixin:
     def _refuse_what_does_not_work(self) -> None:
         if self.args.fp16:
             raise ConfigError("fp16 = True scales the loss, which masters do not know of; use bf16 = True")
+        packed = self.blocks.precision is not None and self.blocks.precision.frozen in ("int8", "nf4")
+        if packed and self.args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end = True copies weights into a model whose frozen ones are packed: leave it out "
+                "and load the best checkpoint's folder with from_pretrained, or use Blocks(precision=BF16_EXACT)"
+            )
         if self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             raise ConfigError(
                 f"{self.args.parallel_mode.value}: several processes or GPUs would go on exchanging gradients of "
                 "the first block alone; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
             )
+
+    def _packed(self) -> bool:
+        """Whether frozen weights are kept in 8 or 4 bits, so that nothing can be copied into them."""
+        return self._visiting is not None and self._visiting.blocks.precision.frozen in ("int8", "nf4")
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None
@@ -142,6 +154,8 @@ class BlockTrainerMixin:
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """The trainer's own; masters then start anew, unless the checkpoint's optimizer says better."""
+        if self._packed():
+            raise ConfigError("frozen weights are packed already: resume with a new trainer and a new model")
         super()._load_from_checkpoint(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self._visiting is not None:
             self._visiting.take_weights()

@@ -9,6 +9,7 @@ with optimizer.visit(block):      freeze the others, unfreeze `block`, build its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -69,6 +70,7 @@ class BlockOptimizer:
         in_backward: bool = False,
         **kwargs: Any,
     ):
+        _require_kinds(partition, optimizer_class)
         if tail is not None:
             require_possible(tail, partition, precision, frozen)
         if in_backward:
@@ -115,14 +117,14 @@ class BlockOptimizer:
             ):
                 yield self
         finally:
-            self._retire()
+            if not sys.is_finalizing():  # nobody left the visit, and PyTorch makes no tensors any more
+                self._retire()
 
     def expect(self, block: Block) -> None:
         """The next visit will be to `block`: begin to read its state, where that takes time. Only a hint."""
         here = () if self._active is None else self._active.block.members
-        for index in block.members:
-            if index not in here:
-                self.store.prefetch(index)
+        for index in sorted(set(block.members).difference(here)):
+            self.store.prefetch(index)
 
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
@@ -130,8 +132,7 @@ class BlockOptimizer:
         trained = masters.parameters if masters else block.parameters
         active = Active(block, trained, self.recipe.build(trained), masters)
         for index in block.members:
-            state = self._kept.take(index)
-            if state is not None:
+            if (state := self._kept.take(index)) is not None:
                 active.restore(state)
         self._active = active
 
@@ -319,3 +320,10 @@ def _check_remainders(block: Block, remainders: Remainders, precision: Precision
             f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
             f"'{precision.name}' needs {len(expected)}; resume with the precision it was saved with"
         )
+
+
+def _require_kinds(partition: object, optimizer_class: object) -> None:
+    if not isinstance(partition, Partition):
+        raise ConfigError(f"a {type(partition).__name__} is no partition: give bt.partition(model, num_blocks=3)")
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise ConfigError(f"{optimizer_class!r} is no optimizer class: give one such as torch.optim.AdamW")

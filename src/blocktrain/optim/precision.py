@@ -83,7 +83,8 @@ PRESETS = {precision.name: precision for precision in (FP32, BF16, BF16_EXACT, I
 def preset(name: str) -> Precision:
     """The precision called `name`; raises `ConfigError` naming the nearest one."""
     if name not in PRESETS:
-        raise ConfigError(f"precision '{name}' is unknown; {nearest(name, PRESETS)}")
+        half = name.lower() in ("fp16", "float16", "half", "bfloat16")  # "bf16" is nearer, and loses updates
+        raise ConfigError(f"precision '{name}' is unknown; {nearest('bf16-exact' if half else name, PRESETS)}")
     return PRESETS[name]
 
 

@@ -12,6 +12,7 @@ from blocktrain.plan.layout import Layout
 HEAD = """# Written by `blocktrain plan`. {model} in {blocks} blocks on one {card}:
 # {peak} of device memory at the peak, {step} a step, planned.
 # Choose your own text and tokenizer below; the model's vocabulary must be as large as the tokenizer's.
+# Its weights are random: to fine-tune, put path = "..." (a folder or hub name) in place of [model]'s keys.
 """
 
 

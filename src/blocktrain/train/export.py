@@ -30,6 +30,7 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
+    folder.require_resumable()
     config = folder.config()
     out = out.resolve()
     found = checkpoints(folder.checkpoints)
@@ -70,11 +71,13 @@ def _unpacked(name: str) -> str:
 
 @torch.no_grad()
 def _restore_masters(job: Job) -> None:
+    half = {name: parameter.data for name, parameter in job.partition.whole.parameters.items()}
+    for name, parameter in job.partition.whole.parameters.items():
+        parameter.data = half[name].float()
     for block in job.partition:
-        remainders = job.optimizer.block_remainders(block.index)
-        for name, parameter in block.parameters.items():
-            value, remainder = parameter.data, remainders.get(name)
-            parameter.data = value.float() if remainder is None else join(value, remainder.to(value.device))
+        for name, remainder in job.optimizer.block_remainders(block.index).items():
+            mine = block.part(name, half[name])
+            block.part(name, block.parameters[name].data).copy_(join(mine, remainder.to(mine.device)))
 
 
 def _save_model(job: Job, folder: Path) -> None:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blocktrain.errors import ConfigError, storage_errors
+from blocktrain.errors import CheckpointError, ConfigError, storage_errors
 from blocktrain.train.config import RunConfig
 
 
@@ -50,14 +50,18 @@ class RunFolder:
                 f"'{self.path}' already holds a run; go on with 'blocktrain resume {self.path}' or choose another --out"
             )
 
-    def create(self, config: RunConfig, *, method: str, environment: dict[str, Any], command: str) -> None:
-        """Make the folder and its `run.json`; a folder that already holds a run is an error."""
+    def create(
+        self, config: RunConfig, *, method: str, environment: dict[str, Any], command: str, resumable: bool = True
+    ) -> None:
+        """Make the folder and its `run.json`; a folder that already holds a run is an error. resumable: false for a
+        method of another package, which keeps no checkpoints."""
         self.require_new()
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         self._write(
             {
                 "method": method,
+                "resumable": resumable,
                 "config": config.to_mapping(),
                 "environment": environment,
                 "command": command,
@@ -77,6 +81,15 @@ class RunFolder:
             raise ConfigError(f"'{self.path}' is not the folder of a run: it has no run.json") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"'{self.path / 'run.json'}' cannot be read: {error}") from None
+
+    def require_resumable(self) -> None:
+        """Raises `CheckpointError` for a run that another package's method trained."""
+        contents = self.read()
+        if not contents.get("resumable", True):
+            raise CheckpointError(
+                f"the run in '{self.path}' is of method '{contents['method']}', which keeps no checkpoints; "
+                "run the same comparison again instead, and it begins anew where it was not finished"
+            )
 
     def config(self) -> RunConfig:
         """The configuration the run was started with, or moved to."""

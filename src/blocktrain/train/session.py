@@ -58,6 +58,7 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
 
 
 def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
+    folder.require_resumable()
     method, config = folder.read()["method"], folder.config().moved(overrides)
     with _held(folder, ranks):
         _train(build(config, folder.path, ranks), folder, method, listeners)
