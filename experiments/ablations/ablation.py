@@ -11,12 +11,13 @@ unless a method with a result has no finished run in FOLDER.
 
 The B-F multiplier is the tokens that a method needs to the last validation loss of full training with the same seed
 and optimizer (of the active block; a tail has its own rule), over full training's tokens; the crossing is
-interpolated between evaluations. FLOPs are counted, of the forward and backward passes (not of the optimizers: a
-Newton-Schulz update has products of its own); "cached" takes off the forward pass of the frozen prefix, as if a cache
-of it filled itself. Time is the sum of a run's steps until the crossing, each at the share of a full step that a step
-in its block takes: the median of interleaved rounds in one process (stepping.py), no cache. Memory is that of
-weights, gradients and moments, and the tracked peak of a step. All of these are shares of that full training's, as it
-was run (not in the backward pass); where its loss is not reached, plain blocks' last loss is a nearer mark.
+interpolated between evaluations. FLOPs "in all" are the whole run's, the others until the crossing: counted, of the
+forward and backward passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off
+the forward pass of the frozen prefix, as if a cache of it filled itself. Time is the sum of a run's steps until the
+crossing, each at the share of a full step that a step in its block takes: the median of interleaved rounds in one
+process (stepping.py), no cache; of the whole model, so a model that grows is not timed. Memory is that of weights,
+gradients and moments, and the tracked peak of a step. All of these are shares of that full training's, as it was run
+(not in the backward pass); where its loss is not reached, plain blocks' last loss is a nearer mark.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 import blocktrain as bt
 from blocktrain.events import read_events
 from blocktrain.report.multiplier import tokens_to_reach
+from blocktrain.report.records import Visit
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
 from blocktrain.train.job import build
@@ -44,82 +45,12 @@ from blocktrain.train.job import build
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from ablations.cases import METHODS, MUON, SIZES, Size  # noqa: E402 - found beside this folder
 from runner import folder_name  # noqa: E402 - found beside this folder
 from stepping import interleaved, steps_of  # noqa: E402 - likewise
 from tabling import put, spread  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model, and how long it is trained: full training `steps`, others 1.5 times as many unless they say."""
-
-    result: str
-    steps: int
-    rates: tuple[float, ...]
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def writer(self) -> str:
-        """Who writes its table in the log."""
-        return f"ablation.py, {self.result}"
-
-
-LONG = (
-    "schedule.visit=100 steps",
-    "evaluation.every=100 steps",
-    "evaluation.rows=256",
-    "checkpoint.every=1000 steps",
-)
-SIZES = {
-    "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
-    "0.7M-long": Size(
-        result="long.json",
-        steps=2000,
-        rates=(2e-3, 1e-3, 4e-3),
-        overrides=LONG,
-    ),
-    "0.7M-warm": Size(
-        result="warm.json",
-        steps=2000,
-        rates=(4e-3, 2e-3, 8e-3),
-        overrides=(*LONG, "learning_rate.warmup_steps=200"),
-    ),
-    "11M": Size(
-        result="large.json",
-        steps=200,
-        rates=(1e-3, 5e-4, 2e-3),
-        overrides=("model.config.n_embd=384", "model.config.n_head=6", "batch.rows=8", "evaluation.rows=64"),
-    ),
-}
-MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"']
-TAIL = ["optimizer.tail=newton-schulz", "optimizer.tail_share=0.3"]
-FOUR = ["blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"]
-IN_BACKWARD = ["optimizer.in_backward=true", "optimizer.max_grad_norm=none"]
-METHODS: dict[str, list[str]] = {
-    "full": ["blocks.count=1"],
-    "blocks, M=3": [],
-    "suffix, M=3": ["schedule.span=suffix"],
-    "tail sgd, M=3": ["optimizer.tail=sgd"],
-    "tail newton-schulz, M=3": ["optimizer.tail=newton-schulz"],
-    "tail newton-schulz, thrice the share, M=3": TAIL,
-    "the same, top block left to the tail": [*TAIL, "schedule.order=[0, 1]"],
-    "the same, M=4": [*TAIL, "blocks.count=4", "schedule.order=[0, 1, 2]"],
-    "the same, M=4 of modules": [*TAIL, *FOUR],
-    "suffix, M=2": ["schedule.span=suffix", "blocks.count=2"],
-    "suffix, M=4 of modules, without the top": ["schedule.span=suffix", *FOUR],
-    "blocks, M=2 of modules, in the backward pass": [*IN_BACKWARD, "blocks.count=2", "blocks.pieces=modules"],
-    "block 0 of 3 of modules for four fifths, then 1 and 2, in the backward pass": [
-        *IN_BACKWARD,
-        "blocks.pieces=modules",
-        "schedule.order=[0, 0, 0, 0, 0, 0, 0, 0, 1, 2]",
-        "schedule.visit=260 steps",
-        "stop.duration=2600 steps",
-    ],
-    "full, Muon": ["blocks.count=1", *MUON],
-    "Muon, tail newton-schulz, M=4 of modules": [*TAIL, *FOUR, *MUON],
-}
 
 
 def full_of(method: str) -> str:
@@ -222,23 +153,20 @@ def _step_name(method: str, block: int) -> str:
     return f"{method}: block {block}"
 
 
-def costs_of(folder: Path) -> tuple[list[float], list[float]]:
-    """FLOPs of a step in each block, without a cache and with one that fills itself."""
+def prefix_costs(folder: Path) -> list[float]:
+    """FLOPs of the forward pass below each block, which a cache that fills itself saves."""
     cost = next(event for event in read_events(folder / "events.jsonl") if event["kind"] == "cost")["flops"]
     config = bt.RunConfig.from_mapping(json.loads((folder / "run.json").read_text())["config"])
     partition = build(config, folder).partition
     bottoms = [partition.chain.layers.index(block.layers[0]) for block in partition]
-    return cost["blocks"], [
-        block - sum(cost["forward_layers"][:bottom]) for block, bottom in zip(cost["blocks"], bottoms, strict=True)
-    ]
+    return [sum(cost["forward_layers"][:bottom]) for bottom in bottoms]
 
 
-def spent(record: RunRecord, step: float, costs: Mapping[int, float] | Sequence[float]) -> float:
-    """What the first `step` steps cost, where one in block b costs `costs[b]`."""
+def spent(record: RunRecord, step: float, cost_of: Callable[[Visit], float]) -> float:
+    """What the first `step` steps cost, where one in a visit costs what `cost_of` says."""
     stops = [*(visit.step for visit in record.visits[1:]), step]
     return sum(
-        max(min(step, stop) - visit.step, 0) * costs[visit.block]
-        for visit, stop in zip(record.visits, stops, strict=True)
+        max(min(step, stop) - visit.step, 0) * cost_of(visit) for visit, stop in zip(record.visits, stops, strict=True)
     )
 
 
@@ -254,11 +182,16 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     costs: dict[str, float | None] = dict.fromkeys(("flops", "flops_cached", "time"))
     if tokens is not None:
         step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
-        uncached, cached = costs_of(folder_of(runs, method, rate, seed))
-        costs |= {"flops": spent(mine, step, uncached) / whole, "flops_cached": spent(mine, step, cached) / whole}
+        below = prefix_costs(folder_of(runs, method, rate, seed))
+
+        def uncached(visit: Visit) -> float:
+            return mine.step_flops(visit.block, left_out=visit.left_out)
+
+        costs["flops"] = spent(mine, step, uncached) / whole
+        costs["flops_cached"] = spent(mine, step, lambda visit: uncached(visit) - below[visit.block]) / whole
         shares, beside = (shares_of(timed(runs), each) for each in (method, full_of(method)))
-        if shares and beside:
-            costs["time"] = spent(mine, step, shares) / (beside[0] * full.steps_done)
+        if shares and beside and not mine.cost.growing:  # what was timed is the whole model
+            costs["time"] = spent(mine, step, lambda visit: shares[visit.block]) / (beside[0] * full.steps_done)
     kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
     peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
     return {
@@ -268,6 +201,7 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "loss": last_loss(mine),
         "target": target,
         "tokens": mine.tokens,
+        "flops_in_all": mine.flops_until(mine.steps_done) / full.flops_until(full.steps_done),
         "multiplier": None if tokens is None else tokens / full.tokens,
         **costs,
         "kept_bytes": [_kept(parts) for parts in kept],
@@ -317,13 +251,17 @@ def collected(runs: Path, size: Size, seeds: int) -> dict[str, Any]:
     }
 
 
+SHARES = ("flops_in_all", "multiplier", "flops", "flops_cached", "time", "tokens_of_plain")  # columns, in order
+
+
 def table(result: dict[str, Any]) -> str:
     """The rows by method, averaged over its seeds."""
     lines = [
-        "| method | rate, of how many tried | seeds | last loss | B-F multiplier | FLOPs, uncached | cached | time "
+        "| method | rate, of how many tried | seeds | last loss | FLOPs in all | B-F multiplier | FLOPs, uncached "
+        "| cached | time "
         "| tokens to plain blocks' last loss | weights, gradients, moments, worst visit | peak, worst visit "
         "| average visit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for method in METHODS:
         rows = [item for item in result["rows"] if item["method"] == method]
@@ -337,7 +275,7 @@ def table(result: dict[str, Any]) -> str:
             f"{rows[0]['rate']:g} of {len(result['search'][method])}",
             str(len(rows)),
             _each(rows, "loss", 3),
-            *(_each(rows, key, 2) for key in ("multiplier", "flops", "flops_cached", "time", "tokens_of_plain")),
+            *(_each(rows, key, 2) for key in SHARES),
             *(f"{share:.2f}" for share in (kept, peak, mean)),
         ]
         lines.append(f"| {' | '.join(cells)} |")

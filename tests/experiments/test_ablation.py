@@ -26,7 +26,7 @@ def test_seeds_are_averaged_and_what_was_not_reached_says_so() -> None:
 
     search = {"blocks, M=3": {"0.002": 2.0, "0.004": 2.3}}
     reached = ablation.table({"search": search, "rows": [seed(2.0, 1.5), seed(2.2, 1.7)]})
-    assert "| blocks, M=3 | 0.002 of 2 | 2 | 2.100 (2.000 to 2.200) | 1.60 (1.50 to 1.70) |" in reached
+    assert "| blocks, M=3 | 0.002 of 2 | 2 | 2.100 (2.000 to 2.200) | – | 1.60 (1.50 to 1.70) |" in reached
     assert reached.endswith("| 0.40 | 0.60 | 0.45 |\n")
     assert "| not reached | not reached | not reached | not reached |" in ablation.table(
         {"search": search, "rows": [seed(2.0, 1.5), seed(2.2, None)]}
