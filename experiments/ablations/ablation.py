@@ -183,14 +183,10 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     if tokens is not None:
         step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
         below = prefix_costs(folder_of(runs, method, rate, seed))
-
-        def uncached(visit: Visit) -> float:
-            return mine.step_flops(visit.block, left_out=visit.left_out)
-
-        costs["flops"] = spent(mine, step, uncached) / whole
-        costs["flops_cached"] = spent(mine, step, lambda visit: uncached(visit) - below[visit.block]) / whole
+        costs["flops"] = spent(mine, step, mine.visit_flops) / whole
+        costs["flops_cached"] = spent(mine, step, lambda visit: mine.visit_flops(visit) - below[visit.block]) / whole
         shares, beside = (shares_of(timed(runs), each) for each in (method, full_of(method)))
-        if shares and beside and not mine.cost.growing:  # what was timed is the whole model
+        if shares and beside and not any(visit.left_out for visit in mine.visits):  # what was timed is the whole model
             costs["time"] = spent(mine, step, lambda visit: shares[visit.block]) / (beside[0] * full.steps_done)
     kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
     peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from blocktrain.blocks.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.runtime import permutation
-from blocktrain.units import Duration
+from blocktrain.units import Duration, Pace
 
 Order = Literal["ascending", "descending", "shuffled"]
 Span = Literal["block", "suffix"]
@@ -96,6 +96,11 @@ class Cyclic:
     def duration(self, visit: int) -> Duration:
         """The longest that the run's `visit`-th visit may last."""
         return self.first_visits[visit] if visit < len(self.first_visits) else self.visit
+
+    def steps(self, visits: int, pace: Pace) -> int:
+        """The most steps that the run's first `visits` visits may take."""
+        first = self.first_visits[:visits]
+        return sum(length.in_steps(pace) for length in first) + (visits - len(first)) * self.visit.in_steps(pace)
 
     def trained(self, partition: Partition) -> list[Block]:
         """What a visit to each block trains, by the block's index."""

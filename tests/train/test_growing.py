@@ -14,6 +14,7 @@ from blocktrain.events import Event, read_events
 from blocktrain.model.flops import StepCounter
 from blocktrain.model.load import ModelConfig
 from blocktrain.report.run import RunRecord
+from blocktrain.report.summary import summary
 from blocktrain.train import loop, measure
 from blocktrain.train.growing import left_out
 from blocktrain.train.job import build
@@ -46,13 +47,14 @@ def test_left_out_or_not_a_run_is_the_same(
 ) -> None:
     def learned(folder: Path) -> tuple[list[Event], dict[str, str]]:
         log, files = outcome(folder)
-        log = [{k: v for k, v in event.items() if k != "left_out"} for event in log if event["kind"] not in COSTS]
+        grown = ("left_out", "step_flops")
+        log = [{k: v for k, v in event.items() if k not in grown} for event in log if event["kind"] not in COSTS]
         return log, {name: file for name, file in files.items() if name.endswith("safetensors")}
 
     config = tiny(ZERO, *overrides)
     bt.run(config, tmp_path / "grown")
     visits = [event for event in read_events(tmp_path / "grown" / "events.jsonl") if event["kind"] == "visit"]
-    assert [visit["left_out"] for visit in visits[:3]] == (
+    assert [visit.get("left_out", 0) for visit in visits[:3]] == (
         [3, 1, 0] if "blocks.pieces=modules" in overrides else [4, 2, 0]
     )
     monkeypatch.setattr(loop, "left_out", lambda _job, _visit: ())
@@ -83,15 +85,45 @@ def test_flops_are_those_of_the_layers_that_run(tiny, tmp_path: Path) -> None:
     record, job = RunRecord.load(tmp_path), build(config, tmp_path / "again")
     assert job.growth is not None
     assert record.cost is not None
+    first, second = record.visits[0].step_flops, record.visits[1].step_flops
+    assert first is not None
+    assert second is not None
     assert record.end is not None
     batch = job.task.train.batch(range(4))
     with job.growth.without(job.growth.layers):
         step = StepCounter(job.model.train(), batch).training(job.partition[0].parameters)
-    assert step == pytest.approx(record.cost.growing[0, 4], rel=0.01)  # attention with dropout takes another kernel
-    known = record.cost.growing[0, 4] + record.cost.growing[1, 2] + sum(record.cost.flops_blocks)
+    assert step == pytest.approx(first, rel=0.01)  # attention with dropout takes another kernel
+    known = first + second + sum(record.cost.flops_blocks)
     assert record.end.flops == 4 * (known + record.cost.flops_blocks[2])
     assert record.flops_until(record.steps_done) == record.end.flops
-    assert record.flops_until(6) == 4 * record.cost.growing[0, 4] + 2 * record.cost.growing[1, 2]
+    assert record.flops_until(6) == 4 * first + 2 * second
+
+
+def test_what_is_left_out_is_not_saved_by_a_cache_too(tiny, tmp_path: Path) -> None:
+    """From the top down, in the first sweep the prefix of every visit is left out."""
+    cached = ("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs")
+    config = tiny(ZERO, *cached, "schedule.order=descending", "model.config.attn_pdrop=0.0")
+    record = RunRecord.load(bt.run(config, tmp_path).path)
+    assert [use.flops_saved for use in record.cache_uses] == [0, 0]
+    assert record.end is not None
+    assert record.end.flops == record.uncached_flops_until(record.steps_done)
+    assert record.cost is not None
+    assert record.mean_step_flops(2) == record.visits[0].step_flops
+    assert record.visit_flops(record.visits[0]) < record.cost.flops_blocks[2]
+
+
+def test_a_grown_run_that_is_moved_to_another_layout_is_still_reported(tiny, tmp_path: Path) -> None:
+    def crash(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bt.run(tiny(ZERO), tmp_path, listeners=[crash])
+    bt.resume(tmp_path, ["distributed.layout=layers"])
+    record = RunRecord.load(tmp_path)
+    assert record.end is not None
+    assert record.flops_until(record.steps_done) == record.end.flops
+    assert summary(record)["layers_left_out"] == 4
 
 
 def test_a_layer_is_run_from_the_visit_on_that_reaches_it(tiny, tmp_path: Path) -> None:
@@ -102,8 +134,8 @@ def test_a_layer_is_run_from_the_visit_on_that_reaches_it(tiny, tmp_path: Path) 
     assert outside(tiny(ZERO, "schedule.span=suffix"), tmp_path) == [(0, 0), (1, 0), (2, 0)]
     moving = ("optimizer.tail=sgd", "optimizer.max_grad_norm=none")
     assert outside(tiny(ZERO, *moving), tmp_path) == [(0, 0), (1, 0), (2, 0)]
-    for layout in ("layers", "shards"):  # they run all layers
-        assert outside(tiny(ZERO, f"distributed.layout={layout}"), tmp_path) == [(0, 0), (1, 0), (2, 0)]
+    for key in ("distributed.layout=layers", "distributed.layout=shards", "blocks.frozen_dropout=true"):
+        assert outside(tiny(ZERO, key), tmp_path) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_first_visits_last_as_long_as_they_are_asked_to(tiny, tmp_path: Path) -> None:

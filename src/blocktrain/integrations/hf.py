@@ -126,7 +126,7 @@ class BlockTrainerMixin:
     def _refuse_what_does_not_work(self) -> None:
         if self.args.fp16:
             raise ConfigError("fp16 = True scales the loss, which masters do not know of; use bf16 = True")
-        packed = self.blocks.precision is not None and self.blocks.precision.frozen in ("int8", "nf4")
+        packed = self.blocks.precision is not None and self.blocks.precision.packs
         if packed and self.args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end = True copies weights into a model whose frozen ones are packed: leave it out "
@@ -140,7 +140,7 @@ class BlockTrainerMixin:
 
     def _packed(self) -> bool:
         """Whether frozen weights are kept in 8 or 4 bits, so that nothing can be copied into them."""
-        return self._visiting is not None and self._visiting.blocks.precision.frozen in ("int8", "nf4")
+        return self._visiting is not None and self._visiting.blocks.precision.packs
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None

@@ -30,8 +30,9 @@ _REMEDY = "leave out model.zero_residuals"
 class Growth:
     """Makes all layers of `chain` but its first and its last the identity, and leaves them out where that is asked.
 
-    batch: one row as keyword arguments, to find the last matrices with and to check on. Raises `ConfigError` for a
-    model whose layers cannot begin so: with norms behind the residual sum (BERT), or with several experts.
+    The model is one that can be trained. batch: one row as keyword arguments, to find the last matrices with and to
+    check on. Raises `ConfigError` for a model whose layers cannot begin so, with norms behind the residual sum (BERT)
+    or with experts; it is altered then already.
     """
 
     def __init__(self, chain: Chain, batch: Mapping[str, Any]):

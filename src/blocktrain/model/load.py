@@ -15,7 +15,7 @@ from torch import nn
 
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.model.resnet import resnet
-from blocktrain.runtime import may_be_on_hub
+from blocktrain.runtime import is_out_of_memory, may_be_on_hub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,10 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
         settings.update(head)
         return _of_architecture(cls, settings, config.architecture)
-    path = str(config.path)
-    if not Path(path).expanduser().is_dir() and not may_be_on_hub(path):
+    path, folder = str(config.path), Path(str(config.path)).expanduser()
+    if folder.is_dir():
+        path = str(folder)
+    elif not may_be_on_hub(path):
         raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
     try:
         if config.weights == "random":
@@ -141,7 +143,9 @@ def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
     try:
         return cls.from_config(settings).float()
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # sizes that do not go together
+    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # values that do not go together
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(f"[model.config] makes no '{name}': {_first_line(error)}") from error
 
 

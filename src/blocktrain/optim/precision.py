@@ -67,6 +67,11 @@ class Precision:
         return self.master is not None
 
     @property
+    def packs(self) -> bool:
+        """Whether frozen weights rest in less than 16 bits, in another form than they are computed with."""
+        return self.frozen in ("int8", "nf4")
+
+    @property
     def keeps_remainder(self) -> bool:
         """Whether frozen blocks leave on the host what makes their masters exact."""
         return self.has_master and self.remainder == "kept"

@@ -327,37 +327,45 @@ def parts_key(names: Sequence[str]) -> str:
 
 
 def flops(run: RunRecord) -> str:
-    """Counted FLOPs of a step as shares of a full one: what the prefix cache saved is pale, the formula a tick."""
+    """Counted FLOPs of a step as shares of a full one: what was saved of them is pale, the formula a tick."""
     cost = run.cost
     if cost is None or run.is_full or not cost.flops_full or not cost.flops_blocks:
         return ""
     theory = [block / cost.theory_full if cost.theory_full else None for block in cost.theory_blocks]
     theory += [None] * (len(cost.flops_blocks) - len(theory))
     bars = [Bar(label="full training", pieces=[(1.0, "plain", flops_text(cost.flops_full))], text="1", strong=True)]
+    by = _saved_by(run)
     means = [run.mean_step_flops(index) for index in range(len(cost.flops_blocks))]
     for index, (spent, counted, formula) in enumerate(zip(means, cost.flops_blocks, theory, strict=False)):
         work = (spent, counted, cost.flops_full)
-        bars.append(_share_bar(f"block {index}", colour(run, index), work, formula))
+        bars.append(_share_bar(f"block {index}", colour(run, index), work, formula, by))
     if len(cost.flops_blocks) > 1:
         known = [formula for formula in theory if formula is not None]
         expected = sum(known) / len(known) if known else None
         work = (sum(means) / len(means), sum(cost.flops_blocks) / len(means), cost.flops_full)
-        bars.append(_share_bar("mean of blocks", "plain", work, expected, strong=True))
+        bars.append(_share_bar("mean of blocks", "plain", work, expected, by, strong=True))
     chart = stacked_bars(bars, 1.0, label="FLOPs of a step", row_height=26 if len(bars) <= 16 else 16)
     note = f"counted, as a share of a full step's {flops_text(cost.flops_full)}. The tick is the formula's value"
-    note += "; pale, what the prefix cache saved, which the formula does not know." if run.cache_uses else "."
+    note += f"; pale, what {by} saved, which the formula does not know." if by else "."
     return figure("FLOPs of a step", note, f'<div class="bars">{chart}</div>', css="half")
 
 
+def _saved_by(run: RunRecord) -> str:
+    """What made steps cheaper than those of the whole model without a cache."""
+    left_out = any(visit.left_out for visit in run.visits)
+    return " and ".join(["the prefix cache"] * bool(run.cache_uses) + ["leaving out layers"] * left_out)
+
+
 def _share_bar(
-    label: str, css: str, work: tuple[float, float, int], formula: float | None, *, strong: bool = False
+    label: str, css: str, work: tuple[float, float, int], formula: float | None, by: str, *, strong: bool = False
 ) -> Bar:
-    """`work` is a step's FLOPs as spent, as counted without a cache, and of a full step."""
+    """`work` is a step's FLOPs as spent, as counted of the whole model without a cache, and of a full step; `by` is
+    what saved the rest."""
     spent, counted, full = work
     title = f"{flops_text(counted)} counted, {counted / full:.3f} of a full step"
     title += "" if formula is None else f"; formula {formula:.3f}"
     pieces = [(spent / full, css, title)]
     if spent < counted:
-        saved = f"{flops_text(counted - spent)} saved by the prefix cache, on average over the visits so far"
+        saved = f"{flops_text(counted - spent)} saved by {by}, on average over the visits so far"
         pieces.append(((counted - spent) / full, f"{css} open", saved))
     return Bar(label=label, pieces=pieces, text=f"{spent / full:.3f}", mark=formula, mark_title=title, strong=strong)

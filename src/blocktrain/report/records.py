@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Bytes = Mapping[str, int]  # part of memory ("weights", "master", "gradients", ...) -> bytes
 
@@ -43,8 +43,7 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The `cost` record: FLOPs of one optimizer step and bytes held during it, full training and each block; `growing`
-    has the FLOPs by block and the layers left out, for visits that leave some out."""
+    """The `cost` record: FLOPs of one optimizer step and bytes held during it, full training and each block."""
 
     flops_full: int
     flops_blocks: tuple[int, ...]
@@ -52,7 +51,6 @@ class Cost:
     theory_blocks: tuple[int, ...]
     memory_full: Bytes
     memory_blocks: tuple[Bytes, ...]
-    growing: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ class MicroBatch:
 @dataclass(frozen=True, kw_only=True)
 class Visit:
     """A block became active. `tokens` and `seconds` count from the start of the run, here and below; `left_out` layers
-    are not run, being the identity still."""
+    are not run, being the identity still, which makes `step_flops` of a step; None where it has the block's cost."""
 
     visit: int
     sweep: int
@@ -92,6 +90,7 @@ class Visit:
     tokens: int
     seconds: float
     left_out: int = 0
+    step_flops: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

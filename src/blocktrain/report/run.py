@@ -111,22 +111,27 @@ class RunRecord:
         ends = (self.end,) if self.end else ()
         return (*self.visits[-1:], *self.steps[-1:], *self.evaluations[-1:], *self.retirements[-1:], *ends)
 
-    def step_flops(self, block: int, *, left_out: int = 0) -> int:
-        """Counted FLOPs of one step while `block` is active and nothing is cached, with so many layers left out; 0
-        where the log has no costs."""
+    def step_flops(self, block: int) -> int:
+        """Counted FLOPs of one step of the whole model while `block` is active and nothing is cached; 0 where the log
+        has no costs."""
         if self.cost is None:
             return 0
-        if left_out:
-            return self.cost.growing[block, left_out]
         known = not self.is_full and block < len(self.cost.flops_blocks)
         return self.cost.flops_blocks[block] if known else self.cost.flops_full
 
+    def visit_flops(self, visit: Visit) -> int:
+        """The same of the layers that a step of `visit` runs."""
+        return self.step_flops(visit.block) if visit.step_flops is None else visit.step_flops
+
     def mean_step_flops(self, block: int) -> float:
         """The same less what the prefix cache saved in a step of `block`, averaged over its visits so far."""
-        saved = sum(use.flops_saved for use in self.cache_uses if use.block == block)
-        begun = {visit.visit: visit.step for visit in self.visits}
-        steps = sum(row.step - begun.get(row.visit, row.step) for row in self.retirements if row.block == block)
-        return self.step_flops(block) - (saved / steps if steps and self.cost else 0)
+        visits = {visit.visit: visit for visit in self.visits if visit.block == block}
+        taken = [(visits[row.visit], row.step) for row in self.retirements if row.visit in visits]
+        steps = sum(stop - visit.step for visit, stop in taken)
+        if not steps or self.cost is None:
+            return self.step_flops(block)
+        spent = sum((stop - visit.step) * self.visit_flops(visit) for visit, stop in taken)
+        return (spent - sum(use.flops_saved for use in self.cache_uses if use.block == block)) / steps
 
     def flops_until(self, step: int) -> int:
         """FLOPs of the first `step` steps: those of `uncached_flops_until`, less what the prefix cache saved.
@@ -144,13 +149,12 @@ class RunRecord:
         return total if step >= self.end.steps else min(spent, total)
 
     def uncached_flops_until(self, step: int) -> int:
-        """Counted FLOPs that the first `step` steps cost without a cache: each visit at the cost of its block and of
-        the layers that it runs."""
+        """Counted FLOPs that the first `step` steps cost without a cache: each visit at the cost of its steps."""
         if not self.visits:
             return step * self.step_flops(0)
         stops = [*(visit.step for visit in self.visits[1:]), step]
         return sum(
-            max(min(step, stop) - visit.step, 0) * self.step_flops(visit.block, left_out=visit.left_out)
+            max(min(step, stop) - visit.step, 0) * self.visit_flops(visit)
             for visit, stop in zip(self.visits, stops, strict=True)
         )
 
@@ -180,7 +184,6 @@ def _cost(event: Event) -> Cost:
         theory_blocks=tuple(int(count) for count in flops["theory_blocks"]),
         memory_full=_bytes(memory["full"]),
         memory_blocks=tuple(_bytes(block) for block in memory["blocks"]),
-        growing={(each["block"], each["left_out"]): int(each["flops"]) for each in event.get("growing", ())},
     )
 
 
@@ -228,7 +231,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 
 def _typed(cls: type[T], event: Event) -> T:
     values = {}
-    for item in fields(cls):  # pyright: ignore[reportArgumentType] - only dataclasses of this file come here
+    for item in fields(cls):  # pyright: ignore[reportArgumentType] - only records come here
         if item.name in event:
             values[item.name] = _CONVERT[str(item.type)](event[item.name])
         elif item.default is MISSING:

@@ -74,7 +74,7 @@ def _flops(run: RunRecord) -> Summary:
     cost = run.cost
     if cost is None:
         names = ("flops_full_step", "flops_mean_step", "flops_mean_step_uncached", "flops_ratio")
-        more = ("flops_ratio_uncached", "flops_ratio_theory", "flops_excess_percent")
+        more = ("flops_ratio_uncached", "flops_ratio_theory", "flops_excess_percent", "layers_left_out")
         return dict.fromkeys((*names, *more, "flops", "flops_uncached", "flops_saved", "flops_saved_share"), None)
     counted = [cost.flops_full] if run.is_full else list(cost.flops_blocks) or [cost.flops_full]
     formula = [cost.theory_full] if run.is_full else list(cost.theory_blocks) or [cost.theory_full]
@@ -90,6 +90,7 @@ def _flops(run: RunRecord) -> Summary:
         "flops_ratio_uncached": ratio,
         "flops_ratio_theory": theory,
         "flops_excess_percent": 100 * (ratio / theory - 1) if ratio and theory else None,
+        "layers_left_out": max((visit.left_out for visit in run.visits), default=0),
         **_flops_in_all(run),
     }
 
@@ -223,13 +224,14 @@ Add = Callable[..., None]  # (label, read, show, full training's value) appends 
 def _flops_rows(add: Add, summaries: Sequence[Summary]) -> None:
     """What a step and the run cost; the formula knows no cache, so it is compared with the uncached count."""
     first, cached = summaries[0], any(item["cache_rows"] is not None for item in summaries)
+    whole = "whole model" if any(item["layers_left_out"] for item in summaries) else "uncached" if cached else ""
     add("FLOPs per step, mean of blocks", _of("flops_mean_step"), flops_text, first["flops_full_step"])
     add("  of a full step, counted", _of("flops_ratio"), decimal, 1.0)
-    if cached:
-        add("  of a full step, uncached", _of("flops_ratio_uncached"), decimal, 1.0)
+    if whole:
+        add(f"  of a full step, {whole}", _of("flops_ratio_uncached"), decimal, 1.0)
     formula, beyond = "of a full step, by the formula", "counted beyond the formula"
-    if cached:
-        formula, beyond = "by the formula, uncached", "beyond the formula, uncached"
+    if whole:
+        formula, beyond = f"by the formula, {whole}", f"beyond the formula, {whole}"
     add(f"  {formula}", _of("flops_ratio_theory"), decimal, 1.0)
     add(f"  {beyond}", _of("flops_excess_percent"), lambda value: percent(value / 100))
     add("FLOPs so far" if not first["finished"] else "FLOPs in all", _of("flops"), flops_text)

@@ -19,8 +19,8 @@ from blocktrain.train.job import Job
 
 def left_out(job: Job, visit: Visit) -> tuple[Layer, ...]:
     """The layers that steps of `visit` need not run."""
-    if job.growth is None or job.config.distributed.layout != "rows":
-        return ()  # stages and shards run all layers
+    if job.growth is None or job.config.distributed.layout != "rows" or job.config.blocks.frozen_dropout:
+        return ()  # stages and shards run all layers; layers with dropout draw masks, which others then would
     waiting = dict.fromkeys(job.growth.layers)
     for earlier in job.schedule.visits(job.partition):
         moved = job.moved(earlier.block)

@@ -84,7 +84,7 @@ class Job:
             limits.append(self.config.stop.duration.in_steps(self.pace))
         if self.schedule.sweeps is not None:
             visits = self.schedule.sweeps * len(self.schedule.blocks_of(0, len(self.partition)))
-            limits.append(sum(self.schedule.duration(visit).in_steps(self.pace) for visit in range(visits)))
+            limits.append(self.schedule.steps(visits, self.pace))
         return min(limits, default=None)
 
 

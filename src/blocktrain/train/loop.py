@@ -26,6 +26,7 @@ from typing import Any
 from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.events import Event, EventLog, NoLog, read_events
+from blocktrain.model.chain import Layer
 from blocktrain.model.kernels import apply_liger, choose_kernels
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
@@ -37,7 +38,7 @@ from blocktrain.train.growing import left_out, running_without
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.layout import Layout, lay_out, write_checkpoint
-from blocktrain.train.measure import logged_opening, opening_events
+from blocktrain.train.measure import logged_opening, opening_events, step_flops
 from blocktrain.train.memory import saving_memory
 from blocktrain.train.outofmemory import planned
 from blocktrain.train.prefixed import PrefixedSteps
@@ -102,10 +103,7 @@ class Loop:
         micro_rows = told.get("micro_batch", {}).get("micro_rows", self.job.micro_rows)
         self.job = replace(self.job, micro_rows=micro_rows)
         self._memory = told["memory"]
-        self._step_flops = {(block, 0): flops for block, flops in enumerate(told["cost"]["flops"]["blocks"])}
-        self._step_flops |= {
-            (grown["block"], grown["left_out"]): grown["flops"] for grown in told["cost"].get("growing", ())
-        }
+        self._step_flops = step_flops(told["cost"])
         forward_flops = told["cost"]["flops"]["forward_layers"]
         self._layout = lay_out(self.job, self.folder.path, forward_flops)
         self.job = self._layout.job
@@ -137,19 +135,22 @@ class Loop:
         """Steps until the visit or the run is over."""
         progress, config, pace = self.progress, self.job.config, self.job.pace
         longest, outside = visit.duration.in_steps(pace), left_out(self.job, visit)
+        flops = self._step_flops[visit.block.index, len(outside)]
         evaluate_every, save_every = config.evaluation.every.in_steps(pace), config.checkpoint.every.in_steps(pace)
         fresh = progress.visit_step == 0
         if fresh:
             progress.rule, progress.sweep = self.job.rule.start(), visit.sweep
-            self._emit({"kind": "visit", **self._place(visit), **self._now(), "left_out": len(outside)})
+            grown = {"left_out": len(outside), "step_flops": flops} if outside else {}
+            self._emit({"kind": "visit", **self._place(visit), **self._now(), **grown})
         if not progress.visit_over:  # a resumed visit may have nothing left to do
-            self._open_prefix(visit, fresh=fresh)
+            with running_without(self.job, outside):
+                self._open_prefix(visit, outside, fresh=fresh)
         while not (progress.visit_over or progress.run_over):
             doing = f"at step {progress.step + 1} in {visit.block}"
             with planned(self.job, self._memory, doing), running_without(self.job, outside):
                 place = {"step": progress.step, "visit_step": progress.visit_step}
                 result = train_step(self.job, self._prefixed, self._layout.parallel, visit, **place)
-            self._advance(visit, result, self._step_flops[visit.block.index, len(outside)])
+            self._advance(visit, result, flops)
             evaluated = progress.step % evaluate_every == 0
             if evaluated:
                 self._evaluate_and_log()
@@ -168,12 +169,12 @@ class Loop:
         if did is not None:
             self._emit({**did, **self._place(visit), **self._now()})
 
-    def _open_prefix(self, visit: Visit, *, fresh: bool) -> None:
+    def _open_prefix(self, visit: Visit, outside: Sequence[Layer], *, fresh: bool) -> None:
         """Decide on a prefix cache for the visit; what was decided is logged once, not at every resume."""
         first = self.job.ranks.is_first and not fresh
         logged = [e for e in read_events(self.folder.events) if e["kind"] == "cache"] if first else []
         before = next((event for event in reversed(logged) if event["visit"] == visit.index), None)
-        decided = self._prefixed.open(visit, decided=before)
+        decided = self._prefixed.open(visit, decided=before, without=outside)
         if decided is not None:
             (self._emit if fresh else self._tell)({**decided, **self._place(visit), **self._now()})
 

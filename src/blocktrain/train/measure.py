@@ -36,8 +36,8 @@ OPENING = ("run", "cost", "memory", "micro_batch")
 
 
 def opening_events(job: Job, method: str) -> list[Event]:
-    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/run.py` has their
-    fields)."""
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/records.py` has
+    their fields)."""
     decided = [decide_micro_rows(job)] if job.config.batch.micro_rows == "auto" else []
     for event in decided:
         job = replace(job, micro_rows=event["micro_rows"])
@@ -56,6 +56,12 @@ def logged_opening(path: Path, job: Job, method: str, *, length: int | None = No
     begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
     same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(job, method)))]
     return logged[begun:] if same else []
+
+
+def step_flops(cost: Event) -> dict[tuple[int, int], int]:
+    """FLOPs of an optimizer step, from the record `cost`, by the block that is visited and the layers left out."""
+    grown = {(each["block"], each["left_out"]): each["flops"] for each in cost.get("growing", ())}
+    return {(block, 0): flops for block, flops in enumerate(cost["flops"]["blocks"])} | grown
 
 
 def _memory(job: Job) -> dict[str, Any]:
@@ -126,9 +132,9 @@ def _costs(job: Job) -> dict[str, Any]:
 
 def _growing(job: Job) -> dict[str, Any]:
     """FLOPs of an optimizer step in the visits that leave layers out."""
-    batch = to_device(job.task.train.batch(range(job.micro_rows)), job.device)
     found = []
     for visit, layers in growing_visits(job):
+        batch = to_device(job.task.train.batch(range(job.micro_rows)), job.device)
         step = counted_step(job, visit.block, batch, without=layers)
         place = {"block": visit.block.index, "left_out": len(layers)}
         found.append({**place, "flops": _of_all_rows(job, step.flops)})

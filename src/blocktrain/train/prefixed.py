@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from blocktrain.data.sampling import StepRows
 from blocktrain.dist.ranks import Ranks
 from blocktrain.errors import StorageError
 from blocktrain.events import Event
+from blocktrain.model.chain import Layer
 from blocktrain.model.cut import Cut, CutError
 from blocktrain.prefix.cache import PrefixCache, Statistics
 from blocktrain.prefix.choice import Choice, Facts, Need, Place, Rates, choose, free_bytes, measure_rates
@@ -51,7 +52,8 @@ class PrefixedSteps:
         self.folder = folder
         self._mine = folder / "prefix" / f"rank-{job.ranks.rank}"  # of a file store
         self.broken: str | None = None  # why caching was given up for the rest of the run
-        self._forward = [flops / job.pace.rows_per_step for flops in forward_flops]  # of each layer, one row
+        self._whole = [flops / job.pace.rows_per_step for flops in forward_flops]  # of each layer, one row
+        self._forward = self._whole  # without layers that the visit leaves out
         self._cut = cut_of(job)
         self._levels = {block.index: _level(job, block) for block in job.partition}
         self._cache: PrefixCache | None = None
@@ -69,11 +71,14 @@ class PrefixedSteps:
 
     # -- a visit --------------------------------------------------------------------------------------------------
 
-    def open(self, visit: Visit, *, decided: Event | None = None) -> Event | None:
+    def open(self, visit: Visit, *, decided: Event | None = None, without: Collection[Layer] = ()) -> Event | None:
         """Decide for a visit and open its cache; the record to log, None where there is nothing to decide.
 
-        decided: that record, for a visit that is resumed: its rows lie where it says.
+        decided: that record, for a visit that is resumed: its rows lie where it says. without: layers that the visit
+            leaves out, as it does here already: passing them saves nothing.
         """
+        layers = self.job.partition.chain.layers
+        self._forward = [0 if layer in without else cost for layer, cost in zip(layers, self._whole, strict=True)]
         self._choice, self._saved, self._told = None, 0, 0
         self._now = fingerprints(self.job, self._levels.values())
         level = self.level = self._levels[visit.block.index]
@@ -235,7 +240,7 @@ class PrefixedSteps:
     def _needs(self, visit: Visit, level: int) -> list[Need]:
         """This visit's, and those of the sweep's later visits that find this one's rows stored."""
         job = self.job
-        uses = visit.duration.in_steps(job.pace) * job.pace.rows_per_step / job.ranks.size / job.rows.num_slots
+        uses = self._uses(visit)
         key = key_of(job, visit)
         held = {0: 1} if self._cache is None else self._cache.held(level, key=key, now=self._now)
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
@@ -244,7 +249,7 @@ class PrefixedSteps:
         for later in job.schedule.visits(job.partition, start=visit.index + 1):
             at = self._levels[later.block.index]
             same = later.sweep == visit.sweep and job.rows.subset(visit=later.index, sweep=later.sweep) == subset
-            if not same or uses < 1 or not at:
+            if not same or self._uses(later) < 1 or not at:
                 break
             if self._kept():
                 fill = 0.0
@@ -252,9 +257,14 @@ class PrefixedSteps:
                 fill = self._flops(before, at)
             else:
                 break
-            needs.append(Need(uses=uses, prefix_flops=round(self._flops(0, at)), fill_flops=fill))
+            needs.append(Need(uses=self._uses(later), prefix_flops=round(self._flops(0, at)), fill_flops=fill))
             before = at
         return needs
+
+    def _uses(self, visit: Visit) -> float:
+        """How often a visit asks for each row."""
+        pace = self.job.pace
+        return visit.duration.in_steps(pace) * pace.rows_per_step / self.job.ranks.size / self.job.rows.num_slots
 
     def _kept(self) -> list[int] | None:
         """In descending order every boundary is kept, as none goes stale before its visit."""
