@@ -66,6 +66,15 @@ class Interrupted(BlocktrainError):  # noqa: N818 - it is an event, not a fault
         self.exit_code = 128 + signal_number
 
 
+def first_line(error: Exception) -> str:
+    """What another library's error says, for a message of one line; the name of its class where it says nothing.
+
+    >>> first_line(OSError("no such file\\nsearched in: ...")), first_line(KeyError())
+    ('no such file', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The tail of a message about an unknown name: the nearest known one, or all of them.
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, first_line
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -40,8 +40,7 @@ def pick_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device '{name}' cannot be used here ({reason}); try 'auto' or 'cpu'") from error
+        raise ConfigError(f"device '{name}' cannot be used here ({first_line(error)}); try 'auto' or 'cpu'") from error
     return device
 
 

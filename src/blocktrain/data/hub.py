@@ -13,7 +13,7 @@ from typing import Any
 from blocktrain.data.document import Document, Split
 from blocktrain.data.files import split_of
 from blocktrain.data.records import require_text
-from blocktrain.errors import DataError, nearest
+from blocktrain.errors import DataError, first_line, nearest
 
 _NAME = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?$")
 
@@ -83,10 +83,9 @@ class HubCorpus:
         """Nothing: the name stands for the content."""
 
     def _unreadable(self, error: Exception) -> DataError:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         return DataError(
             f"'{self.name}' is no file or folder (seen from {Path.cwd()}), and cannot be read as a Hugging Face data "
-            f"set: {reason}"
+            f"set: {first_line(error)}"
         )
 
 

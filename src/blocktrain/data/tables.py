@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blocktrain.errors import DataError, nearest
+from blocktrain.errors import DataError, first_line, nearest
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})  # `.arrow` is what `datasets.save_to_disk` writes
 
@@ -58,5 +58,4 @@ def _table_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"'{path}' cannot be read as a {path.suffix} table: {reason}") from error
+        raise DataError(f"'{path}' cannot be read as a {path.suffix} table: {first_line(error)}") from error

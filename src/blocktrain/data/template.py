@@ -19,7 +19,7 @@ import numpy as np
 
 from blocktrain.data.conversation import Message
 from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.errors import ConfigError, DataError
+from blocktrain.errors import ConfigError, DataError, first_line
 
 # For tokenizers that bring none: roles as words, and the end-of-text token after each answer.
 DEFAULT = """\
@@ -65,8 +65,7 @@ class ChatTemplate:
         except DataError:
             raise
         except Exception as error:  # a template raises what it likes, Jinja's errors among others
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{place}: the chat template refuses this conversation: {reason}") from error
+            raise DataError(f"{place}: the chat template refuses this conversation: {first_line(error)}") from error
 
     def _by_growth(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self._ids(messages)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from blocktrain.errors import DataError, storage_errors
+from blocktrain.errors import DataError, first_line, storage_errors
 from blocktrain.runtime import may_be_on_hub
 
 if TYPE_CHECKING:
@@ -178,10 +178,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         else:
             loaded = AutoTokenizer.from_pretrained(str(folder) if files else name, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub each have their own kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"cannot load tokenizer '{name}': {reason}; give 'bytes', a folder with tokenizer.json (or vocab.json "
-            "and merges.txt), or the name of a model on the Hugging Face hub"
+            f"cannot load tokenizer '{name}': {first_line(error)}; give 'bytes', a folder with tokenizer.json (or "
+            "vocab.json and merges.txt), or the name of a model on the Hugging Face hub"
         ) from error
     return HuggingFaceTokenizer(name, loaded)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocktrain.errors import BlocktrainError, PeerError
+from blocktrain.errors import BlocktrainError, PeerError, first_line
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Ranks:
             raise PeerError(
                 f"rank {self.rank} of {self.size} got no answer from the others: one of them has ended, or hangs for "
                 f"longer than distributed.timeout_seconds = {self.timeout_seconds:g}; its own output says why "
-                f"({str(error).splitlines()[0]})"
+                f"({first_line(error)})"
             ) from error
 
 

@@ -126,8 +126,7 @@ class BlockTrainerMixin:
     def _refuse_what_does_not_work(self) -> None:
         if self.args.fp16:
             raise ConfigError("fp16 = True scales the loss, which masters do not know of; use bf16 = True")
-        packed = self.blocks.precision is not None and self.blocks.precision.packs
-        if packed and self.args.load_best_model_at_end:
+        if self._packs and self.args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end = True copies weights into a model whose frozen ones are packed: leave it out "
                 "and load the best checkpoint's folder with from_pretrained, or use Blocks(precision=BF16_EXACT)"
@@ -138,9 +137,10 @@ class BlockTrainerMixin:
                 "the first block alone; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
             )
 
-    def _packed(self) -> bool:
+    @property
+    def _packs(self) -> bool:
         """Whether frozen weights are kept in 8 or 4 bits, so that nothing can be copied into them."""
-        return self._visiting is not None and self._visiting.blocks.precision.packs
+        return self.blocks.precision is not None and self.blocks.precision.packs
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None
@@ -154,7 +154,7 @@ class BlockTrainerMixin:
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """The trainer's own; masters then start anew, unless the checkpoint's optimizer says better."""
-        if self._packed():
+        if self._visiting is not None and self._packs:
             raise ConfigError("frozen weights are packed already: resume with a new trainer and a new model")
         super()._load_from_checkpoint(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self._visiting is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from blocktrain.errors import ConfigError, StorageError
+from blocktrain.errors import ConfigError, StorageError, first_line
 
 
 def check_repository(name: str) -> None:
@@ -30,7 +30,7 @@ def push(folder: Path, repository: str, *, public: bool = False, api: HfApi | No
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by blocktrain")
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
         raise StorageError(
-            f"'{folder}' could not be put on {api.endpoint} as '{repository}' ({str(error).splitlines()[0]}); the "
+            f"'{folder}' could not be put on {api.endpoint} as '{repository}' ({first_line(error)}); the "
             f"folder is complete: log in with 'hf auth login' and run 'hf upload {repository} {folder}'"
         ) from error
     return str(address)

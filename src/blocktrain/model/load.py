@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from blocktrain.errors import ConfigError, nearest
+from blocktrain.errors import ConfigError, first_line, nearest
 from blocktrain.model.resnet import resnet
 from blocktrain.runtime import is_out_of_memory, may_be_on_hub
 
@@ -118,7 +118,7 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
     except SafetensorError as error:
         raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}' cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model.path '{path}' cannot be loaded: {first_line(error)}") from error
 
 
 def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
@@ -146,11 +146,7 @@ def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
     except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # values that do not go together
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"[model.config] makes no '{name}': {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"[model.config] makes no '{name}': {first_line(error)}") from error
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:

@@ -33,6 +33,7 @@ from blocktrain.report.records import (
 )
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +151,13 @@ class RunRecord:
 
     def uncached_flops_until(self, step: int) -> int:
         """Counted FLOPs that the first `step` steps cost without a cache: each visit at the cost of its steps."""
-        if not self.visits:
-            return step * self.step_flops(0)
+        return self.spent_until(step, self.visit_flops) if self.visits else step * self.step_flops(0)
+
+    def spent_until(self, step: Number, cost_of: Callable[[Visit], Number]) -> Number:
+        """The sum over the first `step` steps, where one in a visit costs what `cost_of` says."""
         stops = [*(visit.step for visit in self.visits[1:]), step]
         return sum(
-            max(min(step, stop) - visit.step, 0) * self.visit_flops(visit)
+            max(min(step, stop) - visit.step, 0) * cost_of(visit)
             for visit, stop in zip(self.visits, stops, strict=True)
         )
 

@@ -160,6 +160,11 @@ def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, trained
     return target
 
 
+def logged_bytes(path: Path) -> int:
+    """The length of the log when a checkpoint was written; raises `CheckpointError` where its list is damaged."""
+    return _read_manifest(path)["log_bytes"]
+
+
 def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> Saved:
     """Put a checkpoint's tensors into the model and the optimizer; raises `CheckpointError` before touching them
     when any file is missing, damaged, or of another model."""

@@ -32,7 +32,7 @@ from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
-from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint
+from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, logged_bytes
 from blocktrain.train.folder import RunFolder
 from blocktrain.train.growing import left_out, running_without
 from blocktrain.train.interrupt import StopRequest
@@ -70,16 +70,19 @@ class Loop:
         """Train to the end, from the newest checkpoint if there is one. Raises `Interrupted` after a signal, with a
         checkpoint written; any other error leaves the last checkpoint as it was."""
         started = time.perf_counter()
-        newest = self.job.ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
-        opening = self._opening(resumed=bool(newest))
-        saved = self._restore(newest[0]) if newest else 0  # after steps were rehearsed: nothing of them is left
-        logged = self.job.ranks.first(lambda: bool(newest and self._logged_opening(length=saved)))
+        ranks = self.job.ranks
+        newest = ranks.first(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
+        length = ranks.first(lambda: logged_bytes(self.folder.checkpoints / newest[0]) if newest else 0)
+        logged = ranks.first(lambda: logged_opening(self.folder.events, length, self.job, self.method))
+        opening = logged or ranks.first(lambda: opening_events(self.job, self.method))
+        if newest:
+            self._restore(newest[0])  # after steps were rehearsed: nothing of them is left
         self._started = started - self.progress.seconds
-        if self.job.ranks.is_first:
-            self._log = EventLog(self.folder.events, length=saved)
+        if ranks.is_first:
+            self._log = EventLog(self.folder.events, length=length)
             self.folder.add_session(step=self.progress.step, processes=self.job.ranks.size)
         try:
-            self._open(opening, logged=logged)
+            self._open(opening, logged=bool(logged))
             if self.job.ranks.is_first:
                 self.folder.replace_config(self.job.config)  # of a run that was moved, now that it can be
             saving = saving_memory(self.job.partition, self.job.config.memory)
@@ -87,15 +90,6 @@ class Loop:
                 self._train()
         finally:
             self._log.close()
-
-    def _opening(self, *, resumed: bool) -> list[Event]:
-        """The opening records: those of an earlier session like this one, or else decided and counted now."""
-        ranks = self.job.ranks
-        logged = ranks.first(lambda: self._logged_opening() if resumed else [])
-        return logged or ranks.first(lambda: opening_events(self.job, self.method))
-
-    def _logged_opening(self, *, length: int | None = None) -> list[Event]:
-        return logged_opening(self.folder.events, self.job, self.method, length=length)
 
     def _open(self, opening: Sequence[Event], *, logged: bool) -> None:
         """Lay the work out over the processes, as the opening records say; until here, each has all of it."""
@@ -134,7 +128,7 @@ class Loop:
     def _visit(self, visit: Visit) -> None:
         """Steps until the visit or the run is over."""
         progress, config, pace = self.progress, self.job.config, self.job.pace
-        longest, outside = visit.duration.in_steps(pace), left_out(self.job, visit)
+        outside = left_out(self.job, visit)
         flops = self._step_flops[visit.block.index, len(outside)]
         evaluate_every, save_every = config.evaluation.every.in_steps(pace), config.checkpoint.every.in_steps(pace)
         fresh = progress.visit_step == 0
@@ -155,7 +149,7 @@ class Loop:
             if evaluated:
                 self._evaluate_and_log()
             asked, seconds = self._agree()
-            self._ask_rules(longest, result, evaluated, seconds)
+            self._ask_rules(visit, result, evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
             if asked and self._layout.parallel.settled:
@@ -194,15 +188,15 @@ class Loop:
         told = self.job.ranks.gather([self.stop.signal_number or 0, self._seconds()])
         return int(max(signal for signal, _ in told)), told[0][1]
 
-    def _ask_rules(self, longest: int, result: StepResult, evaluated: bool, seconds: float) -> None:
+    def _ask_rules(self, visit: Visit, result: StepResult, evaluated: bool, seconds: float) -> None:
         """Is the visit over? Is the run?"""
         job, progress = self.job, self.progress
         validation = progress.score["loss"] if evaluated else None
         seen = Observation(visit_step=progress.visit_step, loss=result.loss, validation_loss=validation)
         if not result.skipped:
             progress.rule, progress.visit_over = job.rule.update(progress.rule, seen, job.pace)
-        if progress.visit_over is None and progress.visit_step >= longest:
-            progress.visit_over = f"{job.schedule.duration(progress.visit)} done"
+        if progress.visit_over is None and progress.visit_step >= visit.duration.in_steps(job.pace):
+            progress.visit_over = f"{visit.duration} done"
         progress.run_over = job.config.stop.reached(
             step=progress.step, seconds=seconds, validation_loss=validation, pace=job.pace
         )
@@ -272,8 +266,8 @@ class Loop:
         saved = Saved(progress=self.progress, log_bytes=self._log.length(), data=self.job.task.fingerprint)
         write_checkpoint(self._layout, self.folder.checkpoints, saved, keep=self.job.config.checkpoint.keep)
 
-    def _restore(self, name: str) -> int:
-        """Load a checkpoint; returns the length of the log then."""
+    def _restore(self, name: str) -> None:
+        """Load a checkpoint."""
         found = self.folder.checkpoints / name
         saved = load_checkpoint(found, self.job.partition, self.job.optimizer)
         if saved.data != self.job.task.fingerprint:
@@ -282,7 +276,6 @@ class Loop:
                 "restore them, or train anew with another --out"
             )
         self.progress = saved.progress
-        return saved.log_bytes
 
     def _interrupted(self, number: int) -> None:
         raise Interrupted(

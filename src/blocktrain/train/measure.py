@@ -49,10 +49,10 @@ def opening_events(job: Job, method: str) -> list[Event]:
     ]
 
 
-def logged_opening(path: Path, job: Job, method: str, *, length: int | None = None) -> list[Event]:
-    """The same, of a run that has been begun, from the first `length` bytes of its log; empty where it was begun on
-    other hardware or in another precision."""
-    logged = [event for event in read_events(path, length=length) if event["kind"] in OPENING]
+def logged_opening(path: Path, length: int, job: Job, method: str) -> list[Event]:
+    """The same, of a run that has been begun, from the first `length` bytes of its log; empty where there are none, or
+    it was begun on other hardware or in another precision."""
+    logged = [event for event in read_events(path, length=length) if event["kind"] in OPENING] if length else []
     begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
     same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(job, method)))]
     return logged[begun:] if same else []
