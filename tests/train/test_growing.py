@@ -7,8 +7,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
 import blocktrain as bt
+from blocktrain.blocks.activation import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.events import Event, read_events
 from blocktrain.model.flops import StepCounter
@@ -16,7 +18,7 @@ from blocktrain.model.load import ModelConfig
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
 from blocktrain.train import loop, measure
-from blocktrain.train.growing import left_out
+from blocktrain.train.growing import begin_layers, left_out
 from blocktrain.train.job import build
 
 ZERO = "model.zero_residuals=true"  # four layers in three blocks: embedding; 0 and 1; 2, 3 and the head
@@ -65,8 +67,10 @@ def test_left_out_or_not_a_run_is_the_same(
     assert grown[1]
 
 
-def test_an_interrupted_run_goes_on_with_the_same_layers(tiny, outcome, tmp_path: Path) -> None:
-    config = tiny(ZERO)
+@pytest.mark.parametrize("layers", ["drawn", "copied"])
+def test_an_interrupted_run_goes_on_with_the_same_layers(tiny, outcome, tmp_path: Path, layers: str) -> None:
+    """At step 7 it stands in the second of the visits, which is the first to reach two layers."""
+    config = tiny(ZERO, f"model.grown_layers={layers}")
     bt.run(config, tmp_path / "whole")
 
     def crash(event: Event) -> None:
@@ -77,6 +81,50 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(tiny, outcome, tmp_path
         bt.run(config, tmp_path / "run", listeners=[crash])
     bt.resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("precision=bf16-exact",), ("precision=int8",), ("memory.frozen=host", "memory.checkpointing=layers")],
+    ids=["plain", "bf16", "packed", "streamed"],
+)
+def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Blocks: embedding; layers 0 and 1; 2, 3 and the head. The loss stays, since the last matrices are zero still."""
+    job = build(tiny(ZERO, "model.grown_layers=copied", "schedule.sweeps=2", *overrides), tmp_path)
+
+    def weights(layer: int) -> dict[str, torch.Tensor]:
+        known = {name: value for at in range(3) for name, value in job.optimizer.block_weights(at).items()}
+        prefix = f"transformer.h.{layer}."
+        return {name.removeprefix(prefix): value.clone() for name, value in known.items() if name.startswith(prefix)}
+
+    def loss() -> torch.Tensor:
+        with evaluating(job.model):
+            return job.task.loss(job.model, job.task.train.batch(range(4))).detach()
+
+    visits = list(islice(job.schedule.visits(job.partition), 4))
+    for visit in visits[:2]:  # what is there to copy is reached by now, and not by a visit that copied it
+        begin_layers(job, visit)
+    drawn, before = [weights(layer) for layer in range(4)], loss()
+    assert not torch.equal(drawn[0]["mlp.c_fc.weight"], drawn[1]["mlp.c_fc.weight"])
+    begin_layers(job, visits[2])
+    zero = {f"{part}.c_proj.{kind}" for part in ("attn", "mlp") for kind in ("weight", "bias")}
+    for layer, source in ((2, 0), (3, 1)):
+        copy = weights(layer)
+        assert all(torch.equal(copy[name], drawn[source][name]) for name in copy.keys() - zero)
+        assert not any(copy[name].any() for name in zero)
+        assert not torch.equal(copy["mlp.c_fc.weight"], drawn[layer]["mlp.c_fc.weight"])
+    assert torch.equal(loss(), before)
+    changed = weights(2)
+    begin_layers(job, visits[3])
+    assert all(torch.equal(value, changed[name]) for name, value in weights(2).items())
+
+
+def test_masters_of_a_copy_begin_at_its_weights(tiny, tmp_path: Path) -> None:
+    job = build(tiny(ZERO, "model.grown_layers=copied", "precision=bf16-exact"), tmp_path)
+    for visit in islice(job.schedule.visits(job.partition), 3):
+        begin_layers(job, visit)
+    assert job.optimizer.block_remainders(1)["transformer.h.0.mlp.c_fc.weight"].any()
+    assert not job.optimizer.block_remainders(2)["transformer.h.2.mlp.c_fc.weight"].any()
 
 
 def test_flops_are_those_of_the_layers_that_run(tiny, tmp_path: Path) -> None:
@@ -154,3 +202,7 @@ def test_what_cannot_begin_so_is_refused(tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is for transformers, not for 'resnet20'; leave it out"):
         ModelConfig(architecture="resnet20", zero_residuals=True)
     ModelConfig(path="m", weights="random", zero_residuals=True)
+    with pytest.raises(ConfigError, match="begin as the identity: set zero_residuals = true"):
+        ModelConfig(architecture="gpt2", grown_layers="copied")
+    with pytest.raises(ConfigError, match=r"'shards' does not go with model\.grown_layers = 'copied'; change it"):
+        tiny(ZERO, "model.grown_layers=copied", "distributed.layout=shards")

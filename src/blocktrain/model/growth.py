@@ -11,7 +11,8 @@ that have been trained so far. Residual branches that begin at zero are Goyal et
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,11 +40,13 @@ class Growth:
         self.layers = chain.layers[1:-1]
         self._name = type(chain.model).__name__
         self._tuples: dict[nn.Module, int] = {}  # layer module -> length of the tuple it returns, if it returns one
+        self._zero: set[nn.Parameter] = set()
         with evaluating(chain.model):
             last = self._last_matrices(chain, batch)
             for matrix in last:
                 for parameter in matrix.parameters(recurse=False):
                     nn.init.zeros_(parameter)
+                    self._zero.add(parameter)
             self._check(chain, batch, last)
 
     @contextmanager
@@ -54,6 +57,18 @@ class Growth:
                 for module in layer.modules.values():
                     stack.enter_context(hand_through(module, self._tuples.get(module)))
             yield
+
+    def copies(self, layers: Sequence[Layer], known: Sequence[Layer]) -> dict[str, str]:
+        """Name of a weight -> name of the one to copy, for `layers` to begin as the last ones of `known`, in their
+        order, are. What is zero stays so; what has no weight of its shape there is left as it was drawn."""
+        names = {}
+        for layer, source in zip(layers, itertools.cycle(known[-len(layers) :])):
+            for (path, module), (place, other) in zip(layer.modules.items(), source.modules.items(), strict=True):
+                there = dict(other.named_parameters())
+                for name, parameter in module.named_parameters():
+                    if parameter not in self._zero and name in there and there[name].shape == parameter.shape:
+                        names[f"{path}.{name}"] = f"{place}.{name}"
+        return names
 
     @torch.no_grad()
     def _last_matrices(self, chain: Chain, batch: Mapping[str, Any]) -> list[nn.Module]:

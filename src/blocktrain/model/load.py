@@ -28,6 +28,8 @@ class ModelConfig:
     config: settings of the architecture's configuration class (`n_layer = 6`, ...); unknown names are errors.
     zero_residuals: each layer begins as the identity: the last matrix of each residual branch is zero. Until a visit
         has trained something of it, a layer is then left out of training steps, which changes nothing but their cost.
+    grown_layers: what such a layer is when a visit first reaches it: as it was "drawn", or "copied" from a layer
+        that was trained before, the last matrices zero all the same.
     """
 
     architecture: str | None = None
@@ -35,6 +37,7 @@ class ModelConfig:
     weights: Literal["pretrained", "random"] = "pretrained"
     config: dict[str, Any] = field(default_factory=dict)
     zero_residuals: bool = False
+    grown_layers: Literal["drawn", "copied"] = "drawn"
 
     def __post_init__(self) -> None:
         if (self.architecture is None) == (self.path is None):
@@ -43,6 +46,10 @@ class ModelConfig:
             raise ConfigError(
                 f"zero_residuals = true would throw away what the weights at '{self.path}' have learned; leave it out, "
                 "or set weights = 'random'"
+            )
+        if self.grown_layers == "copied" and not self.zero_residuals:
+            raise ConfigError(
+                "grown_layers = 'copied' is for layers that begin as the identity: set zero_residuals = true"
             )
         if self.zero_residuals and _depth_of_resnet(self.architecture) is not None:
             raise ConfigError(f"zero_residuals = true is for transformers, not for '{self.architecture}'; leave it out")

@@ -186,9 +186,7 @@ class BlockOptimizer:
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the active block's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d).
-
-        With `in_backward` they have been used: only `inf` is taken.
-        """
+        With `in_backward` they have been used: only `inf` is taken."""
         return self.in_visit.clip_grad_norm(max_norm)
 
     def scale_learning_rate(self, factor: float) -> None:
@@ -209,6 +207,11 @@ class BlockOptimizer:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
         return self.recipe.state_bytes(block, self.precision.master)
 
+    def copy_weights(self, sources: Mapping[str, str]) -> None:
+        """Give weights (keys: names) the values of others (values: names), between visits, before any was trained."""
+        self._require_between_visits("copying")
+        self._frozen.copy(sources)
+
     def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
         """What moves beside `block` in a visit to it: every parameter of the blocks above, if there is a `tail`."""
         return self.partition.above(block) if self.tail is not None else {}
@@ -221,9 +224,7 @@ class BlockOptimizer:
 
     def position(self) -> dict[str, Any]:
         """Plain values: the active blocks (none between visits), steps taken, the step that last moved each block.
-
-        Blocks that were active when what was loaded was saved count as active until their next activation.
-        """
+        Blocks that were active when what was loaded was saved count as active until their next activation."""
         return {
             "active": list(self._kept.waiting if self._active is None else self._active.block.members),
             "steps": self.steps,
@@ -277,11 +278,9 @@ class BlockOptimizer:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, between visits; the model's weights are restored separately.
-
-        The state of blocks that were active then is used at their next activation, whatever the store does. What the
-        store held before is gone.
-        """
+        """Restore what `state_dict` returned, between visits; the model's weights are restored separately. The state
+        of blocks that were active then is used at their next activation, whatever the store does, and what it held
+        before is gone."""
         self._require_between_visits("loading")
         _check(saved, self.partition, self.precision)
         self._kept.load(saved["blocks"], active=saved["active"])

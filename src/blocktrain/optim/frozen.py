@@ -72,6 +72,15 @@ class FrozenWeights:
                 block.part(name, value).copy_(weights[name])
             self._resting.replace(parameter, value)
 
+    def copy(self, sources: Mapping[str, str]) -> None:
+        """Give weights (keys) the values that others (values) have in the compute dtype."""
+        known = self._partition.whole.parameters
+        for name, source in sources.items():
+            self._resting.replace(known[name], self._resting.value(known[source]))
+        for remainders in self._remainders:
+            for name in remainders.keys() & sources.keys():
+                remainders[name] = torch.zeros_like(remainders[name])
+
     def remainders(self, block: Block) -> Remainders:
         """What a frozen block's weights leave out of its masters."""
         return self._remainders[block.index]

@@ -324,6 +324,7 @@ class RunConfig:
         layout, in_parts = self.distributed.layout, self.distributed.layout == "shards"
         found = {
             "precision": self.precision not in (("fp32", "bf16-exact") if in_parts else ("fp32", "bf16", "bf16-exact")),
+            "model.grown_layers": self.model.grown_layers != "drawn",
             "memory.frozen": self.memory.frozen != "device",
             "schedule.span": self.schedule.span != "block",
             "optimizer.tail": self.optimizer.tail != "none",

@@ -19,34 +19,55 @@ from blocktrain.train.job import Job
 
 def left_out(job: Job, visit: Visit) -> tuple[Layer, ...]:
     """The layers that steps of `visit` need not run."""
-    return next((layers for earlier, layers in _waiting(job) if earlier.index == visit.index), ())
+    if not _leaves_out(job):
+        return ()
+    return next((waiting for earlier, _, waiting in _growing(job) if earlier.index == visit.index), ())
 
 
 def growing_visits(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
     """The visits that leave layers out, each kind once. All is decided in the first sweep; in the second one each block
     is visited in the model as it then stays."""
     seen = set()
-    for visit, layers in _waiting(job):
-        if visit.sweep > 1:
+    for visit, _, waiting in _growing(job) if _leaves_out(job) else ():
+        if not waiting or visit.sweep > 1:
             return
-        if (visit.block.index, len(layers)) not in seen:
-            seen.add((visit.block.index, len(layers)))
-            yield visit, layers
+        if (visit.block.index, len(waiting)) not in seen:
+            seen.add((visit.block.index, len(waiting)))
+            yield visit, waiting
 
 
-def _waiting(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
-    """The run's visits, each with the layers that none has reached by then, for as long as there are any."""
-    if job.growth is None or job.config.distributed.layout != "rows" or job.config.blocks.frozen_dropout:
-        return  # stages and shards run all layers; layers with dropout draw masks, which others then would
-    waiting = job.growth.layers
-    for visit in job.schedule.visits(job.partition):
-        moved = job.moved(visit.block)
-        waiting = tuple(layer for layer in waiting if moved.isdisjoint(name for name, _ in layer.named_parameters()))
-        if not waiting:
-            return
-        yield visit, waiting
+def begin_layers(job: Job, visit: Visit) -> None:
+    """Before `visit`, give the layers that it is the first to reach the weights of those below them, if they are to
+    begin so."""
+    if job.growth is None or job.config.model.grown_layers == "drawn":
+        return
+    for earlier, reached, waiting in _growing(job):
+        if earlier.index == visit.index:
+            known = [layer for layer in job.growth.layers if layer not in (*reached, *waiting)]
+            job.optimizer.copy_weights(job.growth.copies(reached, known))
 
 
 def running_without(job: Job, layers: Collection[Layer]) -> AbstractContextManager[None]:
     """Inside, steps do without `layers`."""
     return nullcontext() if job.growth is None else job.growth.without(layers)
+
+
+def _leaves_out(job: Job) -> bool:
+    """Stages and shards run all layers; layers with dropout draw masks, which others then would."""
+    return job.growth is not None and job.config.distributed.layout == "rows" and not job.config.blocks.frozen_dropout
+
+
+def _growing(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...], tuple[Layer, ...]]]:
+    """The run's visits until they have reached every layer, each with the layers that it is the first to reach, and
+    those that wait still."""
+    assert job.growth is not None
+    waiting = job.growth.layers
+    for visit in job.schedule.visits(job.partition):
+        moved = job.moved(visit.block)
+        reached = tuple(
+            layer for layer in waiting if not moved.isdisjoint(name for name, _ in layer.named_parameters())
+        )
+        waiting = tuple(layer for layer in waiting if layer not in reached)
+        yield visit, reached, waiting
+        if not waiting:
+            return

@@ -34,7 +34,7 @@ from blocktrain.stopping import Observation
 from blocktrain.train.asking import ask
 from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, logged_bytes
 from blocktrain.train.folder import RunFolder
-from blocktrain.train.growing import left_out, running_without
+from blocktrain.train.growing import begin_layers, left_out, running_without
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.job import Job
 from blocktrain.train.layout import Layout, lay_out, write_checkpoint
@@ -117,6 +117,8 @@ class Loop:
             if progress.run_over:
                 break
             reset_peak_memory(job.device)
+            if progress.visit_step == 0:
+                begin_layers(job, visit)
             with job.optimizer.visit(parallel.share(visit.block)), parallel.visit(job.optimizer.in_visit):
                 following = next(job.schedule.visits(job.partition, start=visit.index + 1), None)
                 if following is not None:
