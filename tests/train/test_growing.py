@@ -67,10 +67,17 @@ def test_left_out_or_not_a_run_is_the_same(
     assert grown[1]
 
 
-@pytest.mark.parametrize("layers", ["drawn", "copied"])
-def test_an_interrupted_run_goes_on_with_the_same_layers(tiny, outcome, tmp_path: Path, layers: str) -> None:
-    """At step 7 it stands in the second of the visits, which is the first to reach two layers."""
-    config = tiny(ZERO, f"model.grown_layers={layers}")
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.grown_layers=copied",), ("model.grown_layers=copied", "blocks.pieces=modules")],
+    ids=["drawn", "copied", "pieces"],
+)
+def test_an_interrupted_run_goes_on_with_the_same_layers(
+    tiny, outcome, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """At step 7 it stands in the second visit, the first to reach two layers; one of them is cut in pieces, of which
+    the next block has one."""
+    config = tiny(ZERO, "checkpoint.every=2 steps", *overrides)
     bt.run(config, tmp_path / "whole")
 
     def crash(event: Event) -> None:

@@ -102,8 +102,7 @@ class BlockOptimizer:
 
     @contextmanager
     def visit(self, block: Block) -> Iterator[BlockOptimizer]:
-        """Train `block`, one of the partition's or a union of several, inside the `with`; everything else is frozen.
-        Visits do not nest."""
+        """Train `block`, one of the partition's or a union of several, inside the `with`. Visits do not nest."""
         if self._active is not None:
             raise ConfigError(f"{block} cannot be activated: {self._active.block} still is; leave its visit first")
         if block not in self.partition:
@@ -208,9 +207,11 @@ class BlockOptimizer:
         return self.recipe.state_bytes(block, self.precision.master)
 
     def copy_weights(self, sources: Mapping[str, str]) -> None:
-        """Give weights (keys: names) the values of others (values: names), between visits, before any was trained."""
+        """Give weights (keys: names) the values of others (values: names), between visits."""
         self._require_between_visits("copying")
         self._frozen.copy(sources)
+        touched = [block.index for block in self.partition if sources.keys() & block.parameters.keys()]
+        self.changed_at = [self.steps if index in touched else at for index, at in enumerate(self.changed_at)]
 
     def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
         """What moves beside `block` in a visit to it: every parameter of the blocks above, if there is a `tail`."""
@@ -278,9 +279,8 @@ class BlockOptimizer:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, between visits; the model's weights are restored separately. The state
-        of blocks that were active then is used at their next activation, whatever the store does, and what it held
-        before is gone."""
+        """Restore what `state_dict` returned, between visits, the model's weights apart. The state of blocks that were
+        active then is used at their next activation, whatever the store does; what it held before is gone."""
         self._require_between_visits("loading")
         _check(saved, self.partition, self.precision)
         self._kept.load(saved["blocks"], active=saved["active"])
