@@ -172,6 +172,7 @@ VARIANTS = {
     "gpt2, in a file, ahead": ("gpt2", [*CACHED, "prefix.store=file", "prefix.fill=ahead", "prefix.fill_rows=3"]),
     "llama, uncached": ("llama", UNCACHED),
     "llama, cached": ("llama", [*CACHED, "prefix.store=host", "schedule.order=descending"]),
+    "grown by copies": ("gpt2", [*UNCACHED, "model.zero_residuals=true", "model.grown_layers=copied"]),
     "one stream": (
         "gpt2",
         [*SELDOM, "batch.micro_rows=1", "optimizer.state=disk", "precision=bf16-exact", "prefix.store=off"],
@@ -203,7 +204,7 @@ LAYOUTS = {
 OF_FOUR = ["gpt2, layers", "gpt2, shards"]  # six layers are too few for more
 
 
-ALIKE = ["gpt2, cached", "llama, uncached"]  # with two micro-batches in one process
+ALIKE = ["gpt2, cached", "llama, uncached", "grown by copies"]  # with two micro-batches in one process
 
 
 @pytest.fixture(scope="module")

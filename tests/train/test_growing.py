@@ -37,12 +37,13 @@ def outside(config: bt.RunConfig, folder: Path) -> list[tuple[int, int]]:
     [
         (),
         ("schedule.sweeps=2", "blocks.pieces=modules"),
+        ("model.grown_layers=copied", "blocks.pieces=modules"),
         ("optimizer.max_grad_norm=none", "optimizer.in_backward=true"),
         ("memory.frozen=host", "memory.checkpointing=layers"),
         ("precision=bf16-exact",),
         ("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs"),
     ],
-    ids=["plain", "pieces", "in-backward", "streamed", "bf16", "cached"],
+    ids=["plain", "pieces", "copied", "in-backward", "streamed", "bf16", "cached"],
 )
 def test_left_out_or_not_a_run_is_the_same(
     tiny, outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
