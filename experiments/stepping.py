@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from blocktrain.baselines.session import whole_job
 from blocktrain.baselines.step import take_step
 from blocktrain.blocks.block import Block
 from blocktrain.errors import ConfigError
+from blocktrain.model.chain import Layer
 from blocktrain.model.cut import Cut
 from blocktrain.plan.presets import find_model
 from blocktrain.runtime import is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
 from blocktrain.train.config import RunConfig
+from blocktrain.train.growing import running_without
 from blocktrain.train.job import Job
 from blocktrain.train.tracked import meta_model
 
@@ -76,10 +78,10 @@ def timed(device: torch.device, step: Callable[[], Any]) -> float:
     return clock() - start
 
 
-def steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
+def steps_of(job: Job, block: Block, *, level: int = 0, without: Collection[Layer] = ()) -> Contender:
     """A step of ours in a visit to `block`; the first one of a visit, which makes the moments, is not timed.
 
-    level: where stored hidden states come in; they lie in memory, and are not copied.
+    level: where stored hidden states come in; they lie in memory, and are not copied. without: layers left out.
     """
     batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(job.config.batch.rows)).items()}
     cut = Cut(job.partition.chain)
@@ -89,7 +91,8 @@ def steps_of(job: Job, block: Block, *, level: int = 0) -> Contender:
         hidden = cut.states(batch, [level])[level]
 
     def step() -> None:
-        with nullcontext() if hidden is None else cut.running(level=level, hidden=hidden):
+        stored = nullcontext() if hidden is None else cut.running(level=level, hidden=hidden)
+        with stored, running_without(job, without):
             job.task.loss(job.model, batch).backward()
         job.optimizer.clip_grad_norm(job.config.optimizer.max_grad_norm or float("inf"))
         job.optimizer.step()

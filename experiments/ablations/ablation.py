@@ -15,7 +15,7 @@ interpolated between evaluations. FLOPs "in all" are the whole run's, the others
 forward and backward passes (not of the optimizers: a Newton-Schulz update has products of its own); "cached" takes off
 the forward pass of the frozen prefix, as if a cache of it filled itself. Time is the sum of a run's steps until the
 crossing, each at the share of a full step that a step in its block takes: the median of interleaved rounds in one
-process (stepping.py), no cache; of the whole model, so a model that grows is not timed. Memory is that of weights,
+process (stepping.py), no cache, layers left out where the visit leaves them out. Memory is that of weights,
 gradients and moments, and the tracked peak of a step. All of these are shares of that full training's, as it was run
 (not in the backward pass); where its loss is not reached, plain blocks' last loss is a nearer mark.
 """
@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ import torch
 import blocktrain as bt
 from blocktrain.events import read_events
 from blocktrain.report.multiplier import tokens_to_reach
-from blocktrain.report.records import Visit
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
+from blocktrain.train.growing import growing_visits
 from blocktrain.train.job import build
 
 HERE = Path(__file__).resolve().parent
@@ -132,6 +132,9 @@ def time_steps(runs: Path, size: Size, methods: Sequence[str], rounds: int) -> d
         job = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
         for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
             contenders[_step_name(method, index)] = steps_of(job, job.trained[index])
+        for visit, layers in growing_visits(job):
+            name = _step_name(method, visit.block.index, len(layers))
+            contenders[name] = steps_of(job, visit.block, without=layers)
     for step in contenders.values():
         step()  # threads, allocator
     return interleaved(contenders, _step_name("full", 0), rounds=rounds)
@@ -143,14 +146,8 @@ def timed(runs: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"rounds": 0, "steps": {}}
 
 
-def shares_of(timing: Mapping[str, Any], method: str) -> dict[int, float]:
-    """By block, the share of a full step that a step in it takes; empty where it was not timed."""
-    found = {name.rpartition(": block "): figures["ratio"] for name, figures in timing["steps"].items()}
-    return {int(index): ratio for (of, _, index), ratio in found.items() if of == method}
-
-
-def _step_name(method: str, block: int) -> str:
-    return f"{method}: block {block}"
+def _step_name(method: str, block: int, left_out: int = 0) -> str:
+    return f"{method}: block {block}" + f" with {left_out} layers left out" * bool(left_out)
 
 
 def prefix_costs(folder: Path) -> list[float]:
@@ -160,14 +157,6 @@ def prefix_costs(folder: Path) -> list[float]:
     partition = build(config, folder).partition
     bottoms = [partition.chain.layers.index(block.layers[0]) for block in partition]
     return [sum(cost["forward_layers"][:bottom]) for bottom in bottoms]
-
-
-def spent(record: RunRecord, step: float, cost_of: Callable[[Visit], float]) -> float:
-    """What the first `step` steps cost, where one in a visit costs what `cost_of` says."""
-    stops = [*(visit.step for visit in record.visits[1:]), step]
-    return sum(
-        max(min(step, stop) - visit.step, 0) * cost_of(visit) for visit, stop in zip(record.visits, stops, strict=True)
-    )
 
 
 def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
@@ -183,11 +172,15 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     if tokens is not None:
         step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
         below = prefix_costs(folder_of(runs, method, rate, seed))
-        costs["flops"] = spent(mine, step, mine.visit_flops) / whole
-        costs["flops_cached"] = spent(mine, step, lambda visit: mine.visit_flops(visit) - below[visit.block]) / whole
-        shares, beside = (shares_of(timed(runs), each) for each in (method, full_of(method)))
-        if shares and beside and not any(visit.left_out for visit in mine.visits):  # what was timed is the whole model
-            costs["time"] = spent(mine, step, lambda visit: shares[visit.block]) / (beside[0] * full.steps_done)
+        costs["flops"] = mine.spent_until(step, mine.visit_flops) / whole
+        cached = mine.spent_until(step, lambda visit: mine.visit_flops(visit) - below[visit.block])
+        costs["flops_cached"] = cached / whole
+        shares = {name: figures["ratio"] for name, figures in timed(runs)["steps"].items()}
+        names = {visit: _step_name(method, visit.block, visit.left_out) for visit in mine.visits}
+        beside = _step_name(full_of(method), 0)
+        if {beside, *names.values()} <= shares.keys():
+            took = mine.spent_until(step, lambda visit: shares[names[visit]])
+            costs["time"] = took / (shares[beside] * full.steps_done)
     kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
     peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
     return {

@@ -26,6 +26,7 @@ LONG = (
     "evaluation.rows=256",
     "checkpoint.every=1000 steps",
 )
+WIDE = ("model.config.n_embd=384", "model.config.n_head=6")
 SIZES = {
     "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
     "0.7M-long": Size(
@@ -59,7 +60,19 @@ SIZES = {
         result="large.json",
         steps=200,
         rates=(1e-3, 5e-4, 2e-3),
-        overrides=("model.config.n_embd=384", "model.config.n_head=6", "batch.rows=8", "evaluation.rows=64"),
+        overrides=(*WIDE, "batch.rows=8", "evaluation.rows=64"),
+    ),
+    "11M-long": Size(
+        result="wide.json",
+        steps=1000,
+        rates=(5e-4, 1e-3, 2e-3, 2.5e-4),
+        overrides=(
+            *LONG,
+            *WIDE,
+            "learning_rate.shape=wsd",
+            "learning_rate.decay_share=0.3",
+            "learning_rate.warmup_steps=100",
+        ),
     ),
 }
 MUON = ["optimizer.name=Muon", 'optimizer.options.adjust_lr_fn="match_rms_adamw"']
@@ -68,6 +81,7 @@ FOUR = ["blocks.count=4", "blocks.pieces=modules", "schedule.order=[0, 1, 2]"]
 IN_BACKWARD = ["optimizer.in_backward=true", "optimizer.max_grad_norm=none"]
 HALVES = [*IN_BACKWARD, "blocks.count=2", "blocks.pieces=modules"]
 GROWN = [*IN_BACKWARD, "model.zero_residuals=true"]
+COPIED = "model.grown_layers=copied"
 THREE_OF_EIGHT = 'blocks.patterns=[["embedding", "*.h.[0-2]"], ["*.h.[3-5]"], ["*.h.[67]", "head"]]'
 METHODS: dict[str, list[str]] = {
     "full": ["blocks.count=1"],
@@ -108,6 +122,20 @@ METHODS: dict[str, list[str]] = {
         'schedule.first_visits=["4500 steps", "300 steps", "300 steps"]',
         "stop.duration=6400 steps",
     ],
+    "three blocks of modules, grown: block 0 for 0.6": [
+        *GROWN,
+        "blocks.pieces=modules",
+        'schedule.first_visits=["800 steps", "100 steps", "100 steps"]',
+        "stop.duration=1300 steps",
+    ],
+    "three blocks of modules, grown by copies: block 0 for 0.6": [
+        *GROWN,
+        COPIED,
+        "blocks.pieces=modules",
+        'schedule.first_visits=["900 steps", "100 steps", "100 steps"]',
+        "stop.duration=1500 steps",
+    ],
+    "a model of two layers": ["blocks.count=1", "model.config.n_layer=2"],
     "full, Muon": ["blocks.count=1", *MUON],
     "Muon, tail newton-schulz, M=4 of modules": [*TAIL, *FOUR, *MUON],
 }

@@ -70,6 +70,15 @@ def scratch(name: str, file: str) -> Measured:
     return Measured(name=name, source=f"ablations/{file}", blocks=3, values=values, reached=reached)
 
 
+def growing(name: str, method: str, file: str, blocks: int) -> Measured:
+    """A model that grows, in a result of the ablation. Its steps cost less than those of blocks of the whole model, so
+    that its multiplier counts how many of these would take as long, by the shares of a full step that were timed."""
+    result = json.loads((HERE.parent / "ablations" / file).read_text())
+    step = statistics.mean(result["steps"]["steps"][f"{method}: block {index}"]["ratio"] for index in range(blocks))
+    values = [row["time"] / step for row in result["rows"] if row["method"] == method]
+    return Measured(name=name, source=f"ablations/{file}", blocks=blocks, values=values, reached=True)
+
+
 def tuning(name: str, method: str, blocks: int) -> Measured:
     """A method of the fine-tuning experiment that reached full training's loss."""
     results = json.loads((HERE.parent / "finetuning" / "result.json").read_text())
@@ -90,6 +99,12 @@ def _tokens(loss: float, curve: Sequence[Sequence[float]]) -> float:
 
 MEASURED: tuple[Callable[[], Measured], ...] = (
     lambda: scratch("from scratch, 10.7M parameters", "large.json"),
+    lambda: growing(
+        "from scratch, 10.8M parameters that grow, in steps of the whole model that take as long",
+        "three blocks of modules, grown by copies: block 0 for 0.6",
+        "wide.json",
+        blocks=3,
+    ),
     lambda: tuning("fine-tuning, every weight", "blocks, every weight", blocks=5),
     lambda: tuning("fine-tuning, top half", "blocks, top half", blocks=2),
 )

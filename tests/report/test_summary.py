@@ -11,7 +11,7 @@ from rich.console import Console
 from blocktrain.events import EventLog
 from blocktrain.report.records import CacheUse, Retirement
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import rows, summary, table
+from blocktrain.report.summary import rows, summaries_of, summary, table
 
 MakeRun = Callable[..., Path]
 
@@ -214,3 +214,8 @@ def test_terminal_table_is_aligned_and_takes_names_as_they_are(make_run: MakeRun
 def test_no_runs_no_table():
     with pytest.raises(ValueError, match="at least one run"):
         table([])
+
+
+def test_runs_of_one_name_are_told_apart(by_hand: RunRecord) -> None:
+    assert [item["name"] for item in summaries_of([by_hand] * 3)] == ["hand", "hand (2)", "hand (3)"]
+    assert summaries_of([by_hand]) == [summary(by_hand)]

@@ -15,7 +15,7 @@ from rich.console import Console
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.report import write_report
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import summary, table
+from blocktrain.report.summary import summaries_of, table
 
 
 def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
@@ -26,8 +26,8 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
         json.dump(figures_of(runs, page), sys.stdout, indent=1)
         print()
         return
-    summaries = [summary(run) for run in runs]
-    compared = multipliers(runs, [run.header.name for run in runs])
+    summaries = summaries_of(runs)
+    compared = multipliers(runs, [item["name"] for item in summaries])
     console = Console()
     console.print()
     console.print(table(summaries))
@@ -39,9 +39,10 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
 
 def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
     """The runs' figures as plain data."""
-    compared = multipliers(runs, [run.header.name for run in runs])
+    summaries = summaries_of(runs)
+    compared = multipliers(runs, [item["name"] for item in summaries])
     figures = [{**asdict(item), "multiplier": item.value} for item in compared]
-    return {"runs": [summary(run) for run in runs], "multipliers": figures, "report": str(page)}
+    return {"runs": summaries, "multipliers": figures, "report": str(page)}
 
 
 def report(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from blocktrain.report.palette import style
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.report.series import evenly
-from blocktrain.report.summary import Summary, columns, rows, summary
+from blocktrain.report.summary import Summary, columns, rows, summaries_of, summary
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 MOST_ROWS = 200  # evaluations in the table
@@ -29,9 +29,9 @@ WRITTEN_FROM = "<p>Written by blocktrain from the run's events.jsonl. Losses are
 
 def page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or the comparison of several, as HTML."""
-    names = distinct_names(runs)
+    summaries = summaries_of(runs)
+    names = [item["name"] for item in summaries]
     named = list(zip(runs, names if runs[1:] else [""], strict=True))  # alone, a run needs no name in its headings
-    summaries = [{**summary(run), "name": name} for run, name in zip(runs, names, strict=True)]
     if len(runs) == 1:
         run = runs[0]
         title, meta, sentence = run.header.name, _meta(run), in_words(run, summaries[0])
@@ -54,17 +54,6 @@ def page(runs: Sequence[RunRecord]) -> str:
     return document(
         title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs))
     )
-
-
-def distinct_names(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs' names, numbered where two are the same."""
-    names: list[str] = []
-    for run in runs:
-        name, count = run.header.name or run.folder.name, 2
-        while name in names:
-            name, count = f"{run.header.name} ({count})", count + 1
-        names.append(name)
-    return names
 
 
 def in_words(run: RunRecord, item: Summary) -> str:

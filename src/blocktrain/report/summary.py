@@ -27,6 +27,17 @@ Summary = dict[str, Any]
 PART_ORDER = ("weights", "master", "gradients", "optimizer", "activations")
 
 
+def summaries_of(runs: Sequence[RunRecord]) -> list[Summary]:
+    """Those of runs that stand side by side: names are numbered where two are the same."""
+    names: list[str] = []
+    for run in runs:
+        name, count = run.header.name or run.folder.name, 2
+        while name in names:
+            name, count = f"{run.header.name} ({count})", count + 1
+        names.append(name)
+    return [{**summary(run), "name": name} for run, name in zip(runs, names, strict=True)]
+
+
 def summary(run: RunRecord) -> Summary:
     """What the run reached and what it cost, JSON-able; None for what the log does not tell or is not finite.
 
