@@ -122,13 +122,13 @@ METHODS: dict[str, list[str]] = {
         'schedule.first_visits=["4500 steps", "300 steps", "300 steps"]',
         "stop.duration=6400 steps",
     ],
-    "three blocks of modules, grown: block 0 for 0.6": [
+    "three blocks of modules, grown: 0.6 of 1,300 steps in the first visit": [
         *GROWN,
         "blocks.pieces=modules",
         'schedule.first_visits=["800 steps", "100 steps", "100 steps"]',
         "stop.duration=1300 steps",
     ],
-    "three blocks of modules, grown by copies: block 0 for 0.6": [
+    "three blocks of modules, grown by copies: 0.6 of 1,500 steps in the first visit": [
         *GROWN,
         COPIED,
         "blocks.pieces=modules",

@@ -127,6 +127,12 @@ def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overri
     assert all(torch.equal(value, changed[name]) for name, value in weights(2).items())
 
 
+def test_a_schedule_that_never_reaches_a_layer_goes_on(tiny, tmp_path: Path) -> None:
+    endless = ("schedule.order=[0, 1]", "schedule.sweeps=none", "stop.duration=6 steps")
+    run = bt.run(tiny(ZERO, "model.grown_layers=copied", *endless), tmp_path)
+    assert [visit.left_out for visit in RunRecord.load(run.path).visits] == [4, 2]
+
+
 def test_masters_of_a_copy_begin_at_its_weights(tiny, tmp_path: Path) -> None:
     job = build(tiny(ZERO, "model.grown_layers=copied", "precision=bf16-exact"), tmp_path)
     for visit in islice(job.schedule.visits(job.partition), 3):

@@ -28,8 +28,8 @@ class ModelConfig:
     config: settings of the architecture's configuration class (`n_layer = 6`, ...); unknown names are errors.
     zero_residuals: each layer begins as the identity: the last matrix of each residual branch is zero. Until a visit
         has trained something of it, a layer is then left out of training steps, which changes nothing but their cost.
-    grown_layers: what such a layer is when a visit first reaches it: as it was "drawn", or "copied" from a layer
-        that was trained before, the last matrices zero all the same.
+    grown_layers: what such a layer is when a visit first reaches it: as it was "drawn", or "copied" from a layer that
+        an earlier visit has reached, if there is one, the last matrices zero all the same.
     """
 
     architecture: str | None = None

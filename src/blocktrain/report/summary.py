@@ -31,9 +31,10 @@ def summaries_of(runs: Sequence[RunRecord]) -> list[Summary]:
     """Those of runs that stand side by side: names are numbered where two are the same."""
     names: list[str] = []
     for run in runs:
-        name, count = run.header.name or run.folder.name, 2
+        name = alone = run.header.name or run.folder.name
+        count = 2
         while name in names:
-            name, count = f"{run.header.name} ({count})", count + 1
+            name, count = f"{alone} ({count})", count + 1
         names.append(name)
     return [{**summary(run), "name": name} for run, name in zip(runs, names, strict=True)]
 

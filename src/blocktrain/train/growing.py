@@ -19,9 +19,7 @@ from blocktrain.train.job import Job
 
 def left_out(job: Job, visit: Visit) -> tuple[Layer, ...]:
     """The layers that steps of `visit` need not run."""
-    if not _leaves_out(job):
-        return ()
-    return next((waiting for earlier, _, waiting in _growing(job) if earlier.index == visit.index), ())
+    return _at(job, visit)[1] if _leaves_out(job) else ()
 
 
 def growing_visits(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
@@ -37,14 +35,13 @@ def growing_visits(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
 
 
 def begin_layers(job: Job, visit: Visit) -> None:
-    """Before `visit`, give the layers that it is the first to reach the weights of those below them, if they are to
-    begin so."""
+    """Before `visit`, give the layers that it is the first to reach the weights of layers reached before, if they are
+    to begin so."""
     if job.growth is None or job.config.model.grown_layers == "drawn":
         return
-    for earlier, reached, waiting in _growing(job):
-        if earlier.index == visit.index:
-            known = [layer for layer in job.growth.layers if layer not in (*reached, *waiting)]
-            job.optimizer.copy_weights(job.growth.copies(reached, known))
+    reached, waiting = _at(job, visit)
+    known = [layer for layer in job.growth.layers if layer not in (*reached, *waiting)]
+    job.optimizer.copy_weights(job.growth.copies(reached, known))
 
 
 def running_without(job: Job, layers: Collection[Layer]) -> AbstractContextManager[None]:
@@ -55,6 +52,12 @@ def running_without(job: Job, layers: Collection[Layer]) -> AbstractContextManag
 def _leaves_out(job: Job) -> bool:
     """Stages and shards run all layers; layers with dropout draw masks, which others then would."""
     return job.growth is not None and job.config.distributed.layout == "rows" and not job.config.blocks.frozen_dropout
+
+
+def _at(job: Job, visit: Visit) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """The layers that `visit` is the first to reach, and those that wait still."""
+    found = ((reached, waiting) for earlier, reached, waiting in _growing(job) if earlier.index == visit.index)
+    return next(found, ((), ()))
 
 
 def _growing(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...], tuple[Layer, ...]]]:
