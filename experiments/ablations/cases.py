@@ -26,6 +26,7 @@ LONG = (
     "evaluation.rows=256",
     "checkpoint.every=1000 steps",
 )
+HELD = ("learning_rate.shape=wsd", "learning_rate.decay_share=0.3")
 WIDE = ("model.config.n_embd=384", "model.config.n_head=6")
 SIZES = {
     "0.7M": Size(result="result.json", steps=400, rates=(2e-3, 1e-3, 4e-3)),
@@ -51,8 +52,7 @@ SIZES = {
             "model.config.n_embd=64",
             "model.config.n_positions=128",
             "text.row_tokens=128",
-            "learning_rate.shape=wsd",
-            "learning_rate.decay_share=0.3",
+            *HELD,
             "learning_rate.warmup_steps=200",
         ),
     ),
@@ -69,8 +69,7 @@ SIZES = {
         overrides=(
             *LONG,
             *WIDE,
-            "learning_rate.shape=wsd",
-            "learning_rate.decay_share=0.3",
+            *HELD,
             "learning_rate.warmup_steps=100",
         ),
     ),

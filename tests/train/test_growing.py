@@ -25,6 +25,12 @@ ZERO = "model.zero_residuals=true"  # four layers in three blocks: embedding; 0 
 COSTS = {"cost", "cache", "cached", "end"}
 
 
+def crash(event: Event) -> None:
+    """At step 7, which is in the second visit."""
+    if event["kind"] == "step" and event["step"] == 7:
+        raise KeyboardInterrupt
+
+
 def outside(config: bt.RunConfig, folder: Path) -> list[tuple[int, int]]:
     """Block, and number of layers left out, of the first visits."""
     job = build(config, folder)
@@ -80,10 +86,6 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(
     the next block has one."""
     config = tiny(ZERO, "checkpoint.every=2 steps", *overrides)
     bt.run(config, tmp_path / "whole")
-
-    def crash(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == 7:
-            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         bt.run(config, tmp_path / "run", listeners=[crash])
@@ -175,10 +177,6 @@ def test_what_is_left_out_is_not_saved_by_a_cache_too(tiny, tmp_path: Path) -> N
 
 
 def test_a_grown_run_that_is_moved_to_another_layout_is_still_reported(tiny, tmp_path: Path) -> None:
-    def crash(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == 7:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         bt.run(tiny(ZERO), tmp_path, listeners=[crash])
     bt.resume(tmp_path, ["distributed.layout=layers"])

@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
+from blocktrain.report.multiplier import Multiplier, loss_of, multipliers, multipliers_text
 from blocktrain.report.report import write_report
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import summaries_of, table
+from blocktrain.report.summary import Summary, summaries_of, table
 
 
 def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
@@ -26,8 +26,7 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
         json.dump(figures_of(runs, page), sys.stdout, indent=1)
         print()
         return
-    summaries = summaries_of(runs)
-    compared = multipliers(runs, [item["name"] for item in summaries])
+    summaries, compared = _side_by_side(runs)
     console = Console()
     console.print()
     console.print(table(summaries))
@@ -39,10 +38,14 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
 
 def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
     """The runs' figures as plain data."""
-    summaries = summaries_of(runs)
-    compared = multipliers(runs, [item["name"] for item in summaries])
+    summaries, compared = _side_by_side(runs)
     figures = [{**asdict(item), "multiplier": item.value} for item in compared]
     return {"runs": summaries, "multipliers": figures, "report": str(page)}
+
+
+def _side_by_side(runs: Sequence[RunRecord]) -> tuple[list[Summary], list[Multiplier]]:
+    summaries = summaries_of(runs)
+    return summaries, multipliers(runs, [item["name"] for item in summaries])
 
 
 def report(options: argparse.Namespace) -> int:

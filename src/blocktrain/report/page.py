@@ -20,7 +20,7 @@ from blocktrain.report.palette import style
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.report.series import evenly
-from blocktrain.report.summary import Summary, columns, rows, summaries_of, summary
+from blocktrain.report.summary import Summary, columns, rows, summaries_of
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 MOST_ROWS = 200  # evaluations in the table
@@ -42,7 +42,8 @@ def page(runs: Sequence[RunRecord]) -> str:
         if len(runs) > 3:
             title, meta = meta, title
         sentence, body = _comparison_words(runs, names), comparison.figures(runs, names)
-    notices = [text for run, name in named for text in _notices(run, name)]
+    told = zip(named, summaries, strict=True)
+    notices = [text for (run, name), item in told for text in _notices(run, item, name)]
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
@@ -104,8 +105,7 @@ def _meta(run: RunRecord) -> str:
     return " · ".join(text for text in told if text)
 
 
-def _notices(run: RunRecord, name: str) -> list[str]:
-    item = summary(run)
+def _notices(run: RunRecord, item: Summary, name: str) -> list[str]:
     lead = f"{name}: " if name else ""
     notices = []
     if run.end is None:

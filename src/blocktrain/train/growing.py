@@ -23,13 +23,10 @@ def left_out(job: Job, visit: Visit) -> tuple[Layer, ...]:
 
 
 def growing_visits(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...]]]:
-    """The visits that leave layers out, each kind once. All is decided in the first sweep; in the second one each block
-    is visited in the model as it then stays."""
+    """The visits that leave layers out, each kind once."""
     seen = set()
     for visit, _, waiting in _growing(job) if _leaves_out(job) else ():
-        if not waiting or visit.sweep > 1:
-            return
-        if (visit.block.index, len(waiting)) not in seen:
+        if waiting and (visit.block.index, len(waiting)) not in seen:
             seen.add((visit.block.index, len(waiting)))
             yield visit, waiting
 
@@ -56,21 +53,25 @@ def _leaves_out(job: Job) -> bool:
 
 def _at(job: Job, visit: Visit) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     """The layers that `visit` is the first to reach, and those that wait still."""
-    found = ((reached, waiting) for earlier, reached, waiting in _growing(job) if earlier.index == visit.index)
-    return next(found, ((), ()))
+    waiting: tuple[Layer, ...] = ()
+    for earlier, reached, waiting in _growing(job):
+        if earlier.index == visit.index:
+            return reached, waiting
+    return (), waiting
 
 
 def _growing(job: Job) -> Iterator[tuple[Visit, tuple[Layer, ...], tuple[Layer, ...]]]:
-    """The run's visits until they have reached every layer, each with the layers that it is the first to reach, and
-    those that wait still."""
+    """The visits that decide how the model grows, each with the layers that it is the first to reach, and those that
+    wait still: until none waits, or two sweeps are over. Every sweep visits the same blocks; in the second one they are
+    visited in the model as it then stays."""
     assert job.growth is not None
     waiting = job.growth.layers
     for visit in job.schedule.visits(job.partition):
+        if not waiting or visit.sweep > 1:
+            return
         moved = job.moved(visit.block)
         reached = tuple(
             layer for layer in waiting if not moved.isdisjoint(name for name, _ in layer.named_parameters())
         )
         waiting = tuple(layer for layer in waiting if layer not in reached)
         yield visit, reached, waiting
-        if not waiting:
-            return
