@@ -19,19 +19,19 @@ from runner import Figures
 from torch import nn
 
 import blocktrain as bt
-from blocktrain.baselines.peers import Peer
-from blocktrain.baselines.session import whole_job
-from blocktrain.baselines.step import take_step
-from blocktrain.blocks.block import Block
+from blocktrain.chain.block import Block
+from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.chain.chain import Layer
+from blocktrain.compare.peers import Peer
+from blocktrain.compare.session import whole_context
+from blocktrain.compare.step import take_step
 from blocktrain.errors import ConfigError
-from blocktrain.model.chain import Layer
-from blocktrain.model.cut import Cut
 from blocktrain.plan.presets import find_model
 from blocktrain.runtime import is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
 from blocktrain.train.config import RunConfig
-from blocktrain.train.growing import running_without
-from blocktrain.train.job import Job
-from blocktrain.train.tracked import meta_model
+from blocktrain.train.context import TrainingContext
+from blocktrain.train.growth import running_without
+from blocktrain.train.verify_plan import meta_model
 
 Contender = Callable[[], float]
 
@@ -78,13 +78,16 @@ def timed(device: torch.device, step: Callable[[], Any]) -> float:
     return clock() - start
 
 
-def steps_of(job: Job, block: Block, *, level: int = 0, without: Collection[Layer] = ()) -> Contender:
+def steps_of(context: TrainingContext, block: Block, *, level: int = 0, without: Collection[Layer] = ()) -> Contender:
     """A step of ours in a visit to `block`; the first one of a visit, which makes the moments, is not timed.
 
     level: where stored hidden states come in; they lie in memory, and are not copied. without: layers left out.
     """
-    batch = {key: value.to(job.device) for key, value in job.task.train.batch(range(job.config.batch.rows)).items()}
-    cut = Cut(job.partition.chain)
+    batch = {
+        key: value.to(context.device)
+        for key, value in context.task.train.batch(range(context.config.batch.rows)).items()
+    }
+    cut = BoundaryRunner(context.partition.chain)
     hidden = None
     if level:
         cut.check(batch, level)
@@ -92,16 +95,16 @@ def steps_of(job: Job, block: Block, *, level: int = 0, without: Collection[Laye
 
     def step() -> None:
         stored = nullcontext() if hidden is None else cut.running(level=level, hidden=hidden)
-        with stored, running_without(job, without):
-            job.task.loss(job.model, batch).backward()
-        job.optimizer.clip_grad_norm(job.config.optimizer.max_grad_norm or float("inf"))
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        with stored, running_without(context, without):
+            context.task.loss(context.model, batch).backward()
+        context.optimizer.clip_grad_norm(context.config.optimizer.max_grad_norm or float("inf"))
+        context.optimizer.step()
+        context.optimizer.zero_grad()
 
     def run() -> float:
-        with job.optimizer.visit(block):
+        with context.optimizer.visit(block):
             step()
-            return timed(job.device, step)
+            return timed(context.device, step)
 
     return run
 
@@ -109,11 +112,11 @@ def steps_of(job: Job, block: Block, *, level: int = 0, without: Collection[Laye
 def steps_of_peer(peer: Peer, config: RunConfig, folder: Path, *, visit: int | None = None) -> Contender:
     """A step of a method that trains by itself. visit: steps between two switches, where it switches what it trains;
     then the mean over a whole cycle."""
-    job = whole_job(config, folder)
-    trainee, count = peer.build(job, visit), 1 if visit is None else visit * peer.cycle(job)
+    context = whole_context(config, folder)
+    trainee, count = peer.build(context, visit), 1 if visit is None else visit * peer.cycle(context)
     taken = iter(range(1_000_000))
     return lambda: statistics.mean(
-        timed(job.device, lambda: take_step(job, trainee, next(taken))) for _ in range(count)
+        timed(context.device, lambda: take_step(context, trainee, next(taken))) for _ in range(count)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from runner import Case, Figures, Place
 
-from blocktrain.baselines.compare import Search, compare
+from blocktrain.compare.compare import Search, compare
 from blocktrain.errors import DataError
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord

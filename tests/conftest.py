@@ -16,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported,
 
 import torch
 
-from blocktrain.events import read_events
-from blocktrain.train import measure
+from blocktrain.records.log import read_events
+from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import Job
+from blocktrain.train.context import TrainingContext
 from blocktrain.train.schema import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLOPs and peaks of a configuration, which every run's opening counts on a copy without memory, are counted once
     for all tests of a process: that takes a second, a tiny run's training less."""
     for name in ("_costs", "_memory"):
-        monkeypatch.setattr(measure, name, functools.partial(_remembered, getattr(measure, name), name))
+        monkeypatch.setattr(run_header, name, functools.partial(_remembered, getattr(run_header, name), name))
 
 
 _COUNTED: dict[str, Any] = {}
@@ -71,16 +71,16 @@ _FREE = {
 _FREE_OF_OPTIMIZER = {"lr", "weight_decay", "decay", "state", "max_grad_norm"}
 
 
-def _remembered(count: Callable[[Job], Any], name: str, job: Job) -> Any:
-    costly = {table: value for table, value in job.config.to_mapping().items() if table not in _FREE}
+def _remembered(count: Callable[[TrainingContext], Any], name: str, context: TrainingContext) -> Any:
+    costly = {table: value for table, value in context.config.to_mapping().items() if table not in _FREE}
     optimizer = {key: value for key, value in costly.pop("optimizer").items() if key not in _FREE_OF_OPTIMIZER}
     key = json.dumps(
-        [name, len(job.partition), job.micro_rows, job.config.schedule.span, optimizer, costly],
+        [name, len(context.partition), context.micro_rows, context.config.schedule.span, optimizer, costly],
         sort_keys=True,
         default=str,
     )
     if key not in _COUNTED:
-        _COUNTED[key] = count(job)
+        _COUNTED[key] = count(context)
     return copy.deepcopy(_COUNTED[key])
 
 

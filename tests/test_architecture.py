@@ -1,14 +1,4 @@
-"""The house plan as a test: imports run downward, mechanisms do not know each other, nothing grows out of hand.
-
-L0  units  errors  runtime  events
-L1  model  blocks
-L2  schedule  stopping  reference
-L3  optim  prefix  data  dist  plan        these never import each other
-L4  train
-L5  baselines
-L6  report  integrations  testing
-L7  cli  __init__
-"""
+"""The house plan as a test: imports run downward, mechanisms do not know each other, nothing grows out of hand."""
 
 from __future__ import annotations
 
@@ -20,19 +10,23 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "blocktrain"
+# The house plan: a module imports from its own folder and from levels above its own in this list, never across a level.
 LEVELS = [
-    {"units", "errors", "runtime", "events"},
-    {"model", "blocks"},
-    {"schedule", "stopping", "reference"},
-    {"optim", "prefix", "data", "dist", "plan"},
+    {"errors"},
+    {"units", "runtime"},
+    {"records", "modules", "reference", "testing"},
+    {"memory"},
+    {"chain"},
+    {"schedule", "stopping"},
+    {"optim", "cache", "parallel", "data", "plan"},
     {"train"},
-    {"baselines"},
-    {"report", "integrations", "testing"},
-    {"cli", "__init__", "__main__"},
+    {"compare", "report"},
+    {"integrations"},
+    {"cli"},
+    {"__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-APART = LEVELS[3]  # the mechanisms
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 420, 85, 260
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 600, 100, 400  # a net, not a rule: split by concept
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -62,8 +56,7 @@ def test_imports_run_downward(path: Path) -> None:
         other = name.split(".")[1]
         if other == mine:
             continue
-        assert LEVEL[other] <= LEVEL[mine], f"{path.name} imports {name}, which lies above it"
-        assert not (mine in APART and other in APART), f"{path.name} imports {name}: mechanisms do not know each other"
+        assert LEVEL[other] < LEVEL[mine], f"{path.name} imports {name}, which is not below '{mine}' in the house plan"
 
 
 def test_no_import_cycles() -> None:
@@ -119,7 +112,9 @@ def test_the_command_line_imports_no_torch() -> None:
 
 def test_a_violation_would_be_found(tmp_path: Path) -> None:
     """The checks above can fail: an upward import is seen, also when it is lazy or relative."""
-    assert imports(ast.parse("def f():\n    from blocktrain.train.loop import Loop")) == {"blocktrain.train.loop"}
+    assert imports(ast.parse("def f():\n    from blocktrain.train.trainer import Trainer")) == {
+        "blocktrain.train.trainer"
+    }
     with pytest.raises(AssertionError):
         imports(ast.parse("from . import loop"))
     assert LEVEL["train"] > LEVEL["optim"]

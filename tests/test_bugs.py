@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 import blocktrain as bt
 from blocktrain import reference
-from blocktrain.data.tokenrows import TokenRows
+from blocktrain.data.token_rows import TokenRows
 from blocktrain.errors import ConfigError, Interrupted
-from blocktrain.events import Event, read_events
-from blocktrain.model.flops import count_flops
+from blocktrain.memory.flops import count_flops
 from blocktrain.optim.decay import nothing
 from blocktrain.optim.precision import half, join
+from blocktrain.records.log import Event, read_events
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
-from blocktrain.train.job import build
+from blocktrain.train.context import build
 
 TOKENS = torch.arange(32).reshape(2, 16) % 61
 UNEQUAL = [["embedding"], ["transformer.h.0"], ["transformer.h.[1-3]", "head"]]
@@ -140,7 +140,7 @@ def test_slow_movement_survives_the_switch_of_blocks():
         assert_equal(masters(), at_the_end)
 
     # And this is what rebuilding them from the model's own weights would have thrown away:
-    left = optimizer.block_remainders(0)
+    left = optimizer.block_low_bits(0)
     moved = torch.cat([(join(p.data, left[n]) - before[n]).flatten() for n, p in parts[0].parameters.items()])
     naive = torch.cat([(p.data.float() - before[n]).flatten() for n, p in parts[0].parameters.items()])
     assert (moved != 0).float().mean() > 0.9
@@ -337,10 +337,10 @@ def test_every_visit_has_all_its_steps(tiny, tmp_path: Path):
     bt.run(tiny("schedule.sweeps=2", "schedule.order=shuffled"), tmp_path / "run")
     taken = Counter(event["visit"] for event in events_of(tmp_path / "run", "step"))
     assert taken == dict.fromkeys(range(6), 4)
-    job = build(tiny(), tmp_path)
-    load_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1], job.partition, job.optimizer)
-    for block in job.partition:  # Adam's own count, kept over both visits
-        state = job.optimizer.block_state(block.index)
+    context = build(tiny(), tmp_path)
+    load_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1], context.partition, context.optimizer)
+    for block in context.partition:  # Adam's own count, kept over both visits
+        state = context.optimizer.block_state(block.index)
         assert state is not None
         assert {int(entries["step"]) for entries in state.values()} == {8}
 
@@ -439,7 +439,7 @@ def test_the_last_update_of_a_block_is_not_lost_with_masters():
             for name in block.parameters:
                 by_name[name].data = half(masters[name].data)
         assert_equal(weights_of(parts.model), weights_of(plain))
-        for name, left in optimizer.block_remainders(block.index).items():
+        for name, left in optimizer.block_low_bits(block.index).items():
             assert torch.equal(join(block.parameters[name].data, left), masters[name].data), name
 
 
@@ -488,14 +488,14 @@ def test_dropped_state_is_really_gone():
 
 def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, interrupted: Path, tmp_path: Path):
     """LISA, resumed inside an interval, had every layer trainable until the next switch."""
-    job = build(tiny(), tmp_path)
-    load_checkpoint(checkpoints(interrupted / "checkpoints")[-1], job.partition, job.optimizer)
-    (active,) = job.optimizer.position()["active"]
+    context = build(tiny(), tmp_path)
+    load_checkpoint(checkpoints(interrupted / "checkpoints")[-1], context.partition, context.optimizer)
+    (active,) = context.optimizer.position()["active"]
     assert active == 1
-    assert wanting_gradients(job.model) == set()
-    with job.optimizer.visit(job.partition[active]):
-        assert wanting_gradients(job.model) == set(job.partition[active].parameters)
-    assert wanting_gradients(job.model) == set()
+    assert wanting_gradients(context.model) == set()
+    with context.optimizer.visit(context.partition[active]):
+        assert wanting_gradients(context.model) == set(context.partition[active].parameters)
+    assert wanting_gradients(context.model) == set()
 
 
 # -- 9: what the trainer hands to the optimizer -----------------------------------------------------------------------
@@ -513,18 +513,18 @@ def test_weight_decay_reaches_every_optimizer(tiny, tmp_path: Path, name: str):
     move are weights that decay."""
 
     def moved(weight_decay: float) -> set[str]:
-        job = build(tiny(f"optimizer.name={name}", f"optimizer.weight_decay={weight_decay}"), tmp_path)
-        for parameter in job.model.parameters():
+        context = build(tiny(f"optimizer.name={name}", f"optimizer.weight_decay={weight_decay}"), tmp_path)
+        for parameter in context.model.parameters():
             nn.init.constant_(parameter, 1.0)
-        before = weights_of(job.model)
-        for block in job.partition:
-            with job.optimizer.visit(block):
-                for group in job.optimizer.param_groups:
+        before = weights_of(context.model)
+        for block in context.partition:
+            with context.optimizer.visit(block):
+                for group in context.optimizer.param_groups:
                     assert group["weight_decay"] in (weight_decay, 0.0)
                     for parameter in group["params"]:
                         parameter.grad = torch.zeros_like(parameter)
-                job.optimizer.step()
-        return {key for key, value in weights_of(job.model).items() if (value - before[key]).abs().max() > 1e-5}
+                context.optimizer.step()
+        return {key for key, value in weights_of(context.model).items() if (value - before[key]).abs().max() > 1e-5}
 
     assert moved(0.0) == set()
     assert moved(0.25) == {key for key, p in build(tiny(), tmp_path).model.named_parameters() if p.ndim == 2}
@@ -543,10 +543,10 @@ def test_accumulation_does_not_advance_the_schedule(tiny, finished: Path, tmp_pa
     for key in ("step", "visit", "block", "tokens", "lr"):
         assert [event[key] for event in parts] == [event[key] for event in whole]
     assert Counter(event["visit"] for event in parts) == {0: 4, 1: 4, 2: 4}
-    job = build(tiny(), tmp_path)
-    load_checkpoint(checkpoints(tmp_path / "parts" / "checkpoints")[-1], job.partition, job.optimizer)
-    assert job.optimizer.steps == 12
-    state = job.optimizer.block_state(0)
+    context = build(tiny(), tmp_path)
+    load_checkpoint(checkpoints(tmp_path / "parts" / "checkpoints")[-1], context.partition, context.optimizer)
+    assert context.optimizer.steps == 12
+    state = context.optimizer.block_state(0)
     assert state is not None
     assert {int(entries["step"]) for entries in state.values()} == {4}
 

@@ -29,7 +29,7 @@ from torch import nn
 
 import blocktrain as bt
 from blocktrain import reference
-from blocktrain.model.cut import Cut
+from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.optim.decay import nothing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -187,7 +187,7 @@ def check_partition(entry: Entry, model: nn.Module) -> None:
 
 def check_cache(entry: Entry, model: nn.Module) -> None:
     partition, batch = entry.partition(model), entry.batch()
-    cut, level = Cut(partition.chain), partition.chain.layers.index(partition[2].layers[0])
+    cut, level = BoundaryRunner(partition.chain), partition.chain.layers.index(partition[2].layers[0])
     cut.check(batch, level)
     active = list(partition[2].parameters.values())
     whole = model(**batch).loss

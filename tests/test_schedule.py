@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 from torch import nn
 
-from blocktrain.blocks.block import Partition
-from blocktrain.blocks.partition import partition
+from blocktrain.chain.block import Partition
+from blocktrain.chain.partition import partition
 from blocktrain.errors import ConfigError
 from blocktrain.schedule import Cyclic
 from blocktrain.units import Duration

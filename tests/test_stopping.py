@@ -8,9 +8,9 @@ import pytest
 
 from blocktrain.errors import ConfigError
 from blocktrain.stopping import FullLength, Observation, Plateau, RuleState, RunLimit, VisitRule
-from blocktrain.units import Duration, Pace
+from blocktrain.units import BatchGeometry, Duration
 
-PACE = Pace(tokens_per_step=10, rows_per_step=2, rows_per_epoch=20)
+PACE = BatchGeometry(tokens_per_step=10, rows_per_step=2, rows_per_epoch=20)
 
 
 def ends_at(rule: VisitRule, observations: list[Observation]) -> tuple[int, str] | None:
@@ -110,7 +110,7 @@ def test_an_unknown_loss_to_watch():
 
 
 def reached(limit: RunLimit, *, step: int = 0, seconds: float = 0.0, loss: float | None = None) -> str | None:
-    return limit.reached(step=step, seconds=seconds, validation_loss=loss, pace=PACE)
+    return limit.reached(step=step, seconds=seconds, validation_loss=loss, geometry=PACE)
 
 
 def test_a_run_ends_by_its_duration():

@@ -8,9 +8,9 @@ import pytest
 
 from blocktrain.errors import ConfigError
 from blocktrain.units import (
+    BatchGeometry,
     Dollars,
     Duration,
-    Pace,
     format_bytes,
     format_count,
     format_seconds,
@@ -18,7 +18,7 @@ from blocktrain.units import (
     parse_tokens,
 )
 
-PACE = Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42)
+PACE = BatchGeometry(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""What do kills cost? A job of several processes under torchrun; one of them is killed with SIGKILL at random moments.
+"""What do kills cost? A job of several processes runs under torchrun; one of them is killed with
+SIGKILL at random moments.
 
     python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--layout rows] [--out FILE]
 
-torchrun starts the job again each time, by itself. At each kill the last logged step and the newest checkpoint are
-noted; the next session says where it went on. At the end the files are compared with those of a job left alone.
+torchrun starts the context again each time, by itself. At each kill the last logged step and the newest checkpoint are
+noted; the next session says where it went on. At the end the files are compared with those of a context left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blocktrain.events import read_events
+from blocktrain.records.log import read_events
 from blocktrain.runtime import environment, pick_device
 from blocktrain.train.checkpoint import checkpoints
 
@@ -64,7 +65,7 @@ layout = "LAYOUT"
 
 
 def launch(config: Path, out: Path, processes: int, restarts: int) -> subprocess.Popen[bytes]:
-    """The job under torchrun."""
+    """The context under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += ["--max-restarts", str(restarts), "-m", "blocktrain", "train", str(config), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -97,26 +98,26 @@ def standing(out: Path) -> tuple[int, int, int]:
 
 
 def killed(config: Path, out: Path, processes: int, moments: list[int], chance: random.Random) -> list[dict[str, Any]]:
-    """Run the job; soon after each of `moments` (steps) kill one of its processes. What was seen of each kill."""
+    """Run the context; soon after each of `moments` (steps) kill one of its processes. What was seen of each kill."""
     kills: list[dict[str, Any]] = []
-    job = launch(config, out, processes, len(moments))
+    context = launch(config, out, processes, len(moments))
     try:
         for moment in moments:
             while not (
                 (out / "events.jsonl").exists() and standing(out)[0] >= moment and standing(out)[2] > len(kills)
             ):
-                if job.poll() is not None:
-                    raise RuntimeError(f"the job ended before step {moment} with exit code {job.returncode}")
+                if context.poll() is not None:
+                    raise RuntimeError(f"the context ended before step {moment} with exit code {context.returncode}")
                 time.sleep(0.02)
             time.sleep(0.1 * chance.random())
             rank = chance.randrange(processes)
-            os.kill(workers(job.pid)[rank], signal.SIGKILL)
+            os.kill(workers(context.pid)[rank], signal.SIGKILL)
             step, saved, _ = standing(out)
             kills.append({"rank": rank, "at_step": step, "newest_checkpoint": saved})
-        if job.wait() != 0:
-            raise RuntimeError(f"the job ended with exit code {job.returncode}")
+        if context.wait() != 0:
+            raise RuntimeError(f"the context ended with exit code {context.returncode}")
     finally:
-        job.kill()
+        context.kill()
     sessions = json.loads((out / "run.json").read_text())["sessions"]
     for kill, session in zip(kills, sessions[1:], strict=True):
         kill["went_on_at"] = session["step"]
@@ -144,10 +145,10 @@ def measure(kills: int, processes: int, layout: str, seed: int) -> dict[str, Any
         (folder / "config.toml").write_text(CONFIG.replace("LAYOUT", layout))
         alone = launch(folder / "config.toml", folder / "alone", processes, 0)
         if alone.wait() != 0:
-            raise RuntimeError(f"the job that was left alone ended with exit code {alone.returncode}")
+            raise RuntimeError(f"the context that was left alone ended with exit code {alone.returncode}")
         seen = killed(folder / "config.toml", folder / "killed", processes, moments, chance)
         return {
-            "question": "what do kills with SIGKILL cost a job under torchrun?",
+            "question": "what do kills with SIGKILL cost a context under torchrun?",
             "processes": processes,
             "layout": layout,
             "checkpoint_interval_steps": INTERVAL,

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.events import read_events
+from blocktrain.records.log import read_events
 from blocktrain.runtime import environment
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
@@ -86,8 +86,8 @@ def on_slurm(place: Path, script: str, machines: int) -> subprocess.Popen[bytes]
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("train.sbatch", here(script, place))):
         (place / name).write_text(text)
         (place / name).chmod(0o755)
-    job = {"SLURM_NNODES": str(machines), "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "here"}
-    env = {**os.environ, **job, "PATH": f"{place}:{os.environ['PATH']}", "STANDIN": str(place)}
+    context = {"SLURM_NNODES": str(machines), "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "here"}
+    env = {**os.environ, **context, "PATH": f"{place}:{os.environ['PATH']}", "STANDIN": str(place)}
     return subprocess.Popen([place / "train.sbatch", place / "run.toml", place / "slurm"], env=env)
 
 
@@ -98,7 +98,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def slurm(place: Path, script: str) -> dict[str, Any]:
-    """A job on two machines that is told to end, and the same line again on one."""
+    """A context on two machines that is told to end, and the same line again on one."""
     first, run = on_slurm(place, script, MACHINES), place / "slurm"
     while first.poll() is None and len(steps_of(run)) < END_AT:
         time.sleep(0.2)
@@ -146,7 +146,7 @@ def main() -> None:
         (place / "run.toml").write_text(CONFIG)
         found = {"slurm": slurm(place, files["slurm"]), "skypilot": sky(place, files["sky"])}
     result = {
-        "question": "do the launch files of docs/cluster.md start, end and go on with a job of several machines",
+        "question": "do the launch files of docs/cluster.md start, end and go on with a context of several machines",
         "machines": f"{MACHINES} of {PROCESSES} processes, all on this one; then, with Slurm, 1",
         "date": datetime.now(UTC).date().isoformat(),
         "environment": environment(torch.device("cpu")),

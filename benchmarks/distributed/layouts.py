@@ -22,12 +22,12 @@ from steps import MODEL, TOKENS, VOCABULARY, build
 from torch import Tensor
 
 import blocktrain as bt
-from blocktrain.dist.pipeline import Pipeline
-from blocktrain.dist.ranks import Ranks, open_ranks
-from blocktrain.dist.sharding import Sharded, ShardingConfig
-from blocktrain.dist.stages import PipelineConfig, visit_costs
-from blocktrain.model.cost import layer_costs
-from blocktrain.model.cut import Cut
+from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.chain.cost import layer_costs
+from blocktrain.parallel.fsdp import ShardedPartition, ShardingConfig
+from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.parallel.ranks import Ranks, open_ranks
+from blocktrain.parallel.stages import PipelineConfig, visit_costs
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
 
@@ -75,7 +75,7 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
     costs = [cost.forward_flops for cost in layer_costs(partition.chain, micro_batches()[0])]
     pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=costs)
     optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4)
-    cut, found = Cut(partition.chain), []
+    cut, found = BoundaryRunner(partition.chain), []
     for block in partition:
         level = pipeline.stages[block.index][0].start
         hidden = [cut.states(batch, [level])[level] for batch in micro_batches()] if level else None
@@ -94,7 +94,7 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
 
 def sharded(ranks: Ranks) -> list[dict[str, Any]]:
     """A step in each block's visit, one micro-batch a process."""
-    parts = Sharded(ranks, build(BLOCKS)[0], ShardingConfig()).partition
+    parts = ShardedPartition(ranks, build(BLOCKS)[0], ShardingConfig()).partition
     optimizer, batch, found = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=1e-4), micro_batches()[ranks.rank], []
     for block in parts:
         with optimizer.visit(block):

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import blocktrain as bt
-from blocktrain.events import Event, read_events
+from blocktrain.records.log import Event, read_events
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
-from blocktrain.train import measure
+from blocktrain.train import run_header
 
 TOLERANCE = 5e-6
 LAYERS, WIDTH, BLOCKS, ROWS, TOKENS = 16, 32, 2, 8, 32
@@ -93,10 +93,10 @@ def count_nothing() -> None:
     peak = {"parts": {}, "host_bytes": 0, "operation": ""}
     memory = {"full": peak, "blocks": [peak] * BLOCKS}
 
-    def costs(job: Any) -> dict[str, Any]:
-        return {"flops": {**flops, "forward_layers": [1] * len(job.partition.chain.layers)}, "memory": memory}
+    def costs(context: Any) -> dict[str, Any]:
+        return {"flops": {**flops, "forward_layers": [1] * len(context.partition.chain.layers)}, "memory": memory}
 
-    measure._costs, measure._memory = costs, lambda job: memory  # pyright: ignore[reportPrivateUsage]
+    run_header._costs, run_header._memory = costs, lambda context: memory  # pyright: ignore[reportPrivateUsage]
 
 
 def train(folder: str, size: int) -> None:

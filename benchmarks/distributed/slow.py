@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from steps import MODEL, Method, build, take_steps
 
-from blocktrain.dist.ranks import Ranks, open_ranks
+from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.runtime import environment, pick_device
 
 METHODS = (
@@ -70,7 +70,7 @@ def work(rounds: int, out: Path) -> None:
                 alone = take_steps(Ranks(), Method(name=name, blocks=blocks), built[blocks])
                 seen.setdefault(name, []).append(alone)
                 ranks.barrier()
-        if ranks.is_first:
+        if ranks.is_rank0:
             out.write_text(json.dumps(seen))
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.dist.local_steps import parallel
-from blocktrain.dist.parallel import DistributedConfig
-from blocktrain.dist.ranks import Ranks
+from blocktrain.parallel.data_parallel import DistributedConfig
+from blocktrain.parallel.local_sgd import parallel
+from blocktrain.parallel.ranks import Ranks
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 6, 384, 6, 4096, 256
 MODEL = f"GPT-2, {LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}, 1 x {TOKENS} tokens a process, fp32, AdamW"

@@ -18,7 +18,7 @@ from typing import Any
 
 from steps import MODEL, Method, build, take_steps
 
-from blocktrain.dist.ranks import open_ranks
+from blocktrain.parallel.ranks import open_ranks
 from blocktrain.runtime import environment, pick_device
 from blocktrain.testing import run_distributed
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
-from blocktrain.model.flops import count_flops
+from blocktrain.memory.flops import count_flops
 from blocktrain.runtime import environment, is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
 
 TOKENS = 1024

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 import blocktrain as bt
-from blocktrain.blocks.activation import evaluating
-from blocktrain.events import read_events
-from blocktrain.model.load import ModelConfig
+from blocktrain.chain.activation import evaluating
+from blocktrain.chain.load import ModelConfig
+from blocktrain.records.log import read_events
 from blocktrain.runtime import environment, pick_device
+from blocktrain.train.context import build
 from blocktrain.train.export import export
-from blocktrain.train.folder import RunFolder
-from blocktrain.train.job import build
+from blocktrain.train.run_folder import RunFolder
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 RUNS = {
@@ -61,10 +61,12 @@ def loss_of_export(run: RunFolder) -> float:
     """Validation loss, in fp32, of the model that `blocktrain export` writes."""
     out = export(run, run.path / "exported")
     config = run.config()
-    job = build(replace(config, precision="fp32", model=ModelConfig(path=str(out))), run.path)
+    context = build(replace(config, precision="fp32", model=ModelConfig(path=str(out))), run.path)
     settings = config.evaluation
-    with evaluating(job.model):
-        score = job.task.score(job.model, rows=settings.rows, batch_rows=settings.batch_rows, device=job.device)
+    with evaluating(context.model):
+        score = context.task.score(
+            context.model, rows=settings.rows, batch_rows=settings.batch_rows, device=context.device
+        )
     return score.loss
 
 

@@ -3,7 +3,7 @@
     python benchmarks/memory/memory.py [--only llama-2-7b ...] [--again] [--out benchmarks/memory/result.json]
 
 Each configuration is a model that is never allocated, cut into blocks and trained by `BlockOptimizer`;
-`blocktrain.train.accounting` tells the worst moment of each visit, by part. A row is stored when it is done, and a
+`blocktrain.train.memory_profile` tells the worst moment of each visit, by part. A row is stored when it is done, and a
 configuration that has one is not measured again unless told to.
 
 What is measured is a GPU beside its host, on tensors of a CPU, where both are one memory. So here a copy to the device
@@ -27,14 +27,14 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
-from blocktrain.model.fake import FakeCopy, fake_copy
-from blocktrain.model.tracker import Peak
+from blocktrain.memory.fake import FakeCopy, fake_copy
+from blocktrain.memory.tracker import Peak
+from blocktrain.optim.factory import meta_scalars_read_as_one
 from blocktrain.optim.precision import Moments, preset
-from blocktrain.optim.recipe import any_number
 from blocktrain.runtime import SideStream, environment, pick_device, source_commit
-from blocktrain.train.accounting import StepShape, peaks_of_all
 from blocktrain.train.config import MemoryConfig
-from blocktrain.train.memory import saving_memory
+from blocktrain.train.memory_profile import StepShape, peaks_of_all
+from blocktrain.train.memory_saving import saving_memory
 
 GIB = 2**30
 TOKENS = 1024
@@ -176,7 +176,7 @@ def peaks_of(configuration: Configuration, fake: FakeCopy) -> tuple[bt.Partition
         inputs=[tokens],
         saving=lambda copy: saving_memory(copy, configuration.memory),
     )
-    with fake.running(), any_number(), two_memories():
+    with fake.running(), meta_scalars_read_as_one(), two_memories():
         optimizer = bt.BlockOptimizer(
             partition,
             getattr(torch.optim, configuration.optimizer),

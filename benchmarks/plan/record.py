@@ -2,7 +2,7 @@
 
     python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
-This package's own step runs on a model without memory (`blocktrain.train.tracked`), one visit each to the first
+This package's own step runs on a model without memory (`blocktrain.train.verify_plan`), one visit each to the first
 block, a middle one, the largest and the last; the second step of a visit counts. `--memtracker` runs the first three
 with PyTorch's MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is
 needed. `--only` records the cases whose names contain a text anew.
@@ -21,10 +21,10 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import blocktrain as bt
-from blocktrain.model.fake import fake_copy
+from blocktrain.memory.fake import fake_copy
 from blocktrain.plan.layout import Layout, Moments, Place, find_precision
 from blocktrain.plan.presets import find_model
-from blocktrain.train.tracked import STEPS, meta_model, tracked_peak
+from blocktrain.train.verify_plan import STEPS, meta_model, tracked_peak
 
 SEQ = 1024
 

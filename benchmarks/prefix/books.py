@@ -21,15 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blocktrain.dist.local_steps import parallel
+from blocktrain.parallel.local_sgd import parallel
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
 from blocktrain.train.config import RunConfig
-from blocktrain.train.folder import RunFolder
-from blocktrain.train.job import Job, build
-from blocktrain.train.measure import opening_events
-from blocktrain.train.prefixed import PrefixedSteps
+from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.prefix_runner import PrefixRunner
+from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.run_header import opening_records
 from blocktrain.train.step import train_step
 
 STEPS_PER_VISIT = 12
@@ -45,20 +45,20 @@ def shortened(config: RunConfig, store: str, rows: int) -> RunConfig:
 def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[list[float]]]:
     """Seconds of each step by kind and block: {"uncached": [block][step], "cached": ..., "full": [[...]]}."""
     rows = len(build(full, folder).task.train)
-    jobs: dict[str, Job] = {
+    jobs: dict[str, TrainingContext] = {
         "uncached": build(shortened(bcd, "off", rows), folder),
         "cached": build(shortened(bcd, "host", rows), folder),
         "full": build(full, folder),
     }
-    prefixed = {
-        name: PrefixedSteps(job, folder / name, opening_events(job, name)[1]["flops"]["forward_layers"])
-        for name, job in jobs.items()
+    prefix = {
+        name: PrefixRunner(context, folder / name, opening_records(context, name)[1]["flops"]["forward_layers"])
+        for name, context in jobs.items()
     }
     for name in jobs:
         (folder / name).mkdir()
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}
-    visits = {name: list(job.schedule.visits(job.partition)) for name, job in jobs.items()}
-    together = {name: parallel(job.ranks, job.config.distributed) for name, job in jobs.items()}
+    visits = {name: list(context.schedule.visits(context.partition)) for name, context in jobs.items()}
+    together = {name: parallel(context.ranks, context.config.distributed) for name, context in jobs.items()}
     with ExitStack() as whole:
         whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
         whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
@@ -68,14 +68,14 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
                     visit = visits[name][block]
                     stack.enter_context(jobs[name].optimizer.visit(visit.block))
                     stack.enter_context(together[name].visit(jobs[name].optimizer.in_visit))
-                    prefixed[name].open(visit)
+                    prefix[name].open(visit)
                     times[name].append([])
                 for at in range(STEPS_PER_VISIT):
-                    for name, job in jobs.items():
+                    for name, context in jobs.items():
                         visit = visits[name][0 if name == "full" else block]
                         step = block * STEPS_PER_VISIT + at
                         start = time.perf_counter()
-                        train_step(job, prefixed[name], together[name], visit, step=step, visit_step=at)
+                        train_step(context, prefix[name], together[name], visit, step=step, visit_step=at)
                         times[name][-1].append(time.perf_counter() - start)
     return times
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.model.cost import LayerCost, layer_costs, theoretical_step_flops
-from blocktrain.model.cut import Cut
-from blocktrain.model.flops import count_flops
-from blocktrain.prefix.cache import PrefixCache
-from blocktrain.prefix.encoding import Encoding
-from blocktrain.prefix.store import FileStore, Layout, MemoryStore, Store
+from blocktrain.cache.encoding import Encoding
+from blocktrain.cache.prefix_cache import PrefixCache
+from blocktrain.cache.store import FileStore, MemoryStore, RowLayout, Store
+from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
+from blocktrain.memory.flops import count_flops
 from blocktrain.runtime import environment, pick_device, synchronize
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS, SLOTS = 12, 512, 8, 8192, 256, 2, 16
@@ -67,7 +67,7 @@ def by_layers(num_blocks: int) -> list[list[str]]:
 class Bench:
     """A partitioned model, its optimizer, rows in slots, and a cache over them."""
 
-    def __init__(self, num_blocks: int, make_store: Callable[[str, int, Layout], Store] | None = None):
+    def __init__(self, num_blocks: int, make_store: Callable[[str, int, RowLayout], Store] | None = None):
         self.device = pick_device()
         model = gpt2().to(self.device)
         self.partition = bt.partition(model, patterns=by_layers(num_blocks) if num_blocks > 1 else [["*"]])
@@ -76,7 +76,7 @@ class Bench:
         chain = self.partition.chain
         self.levels = [chain.layers.index(block.layers[0]) for block in self.partition]
         self.costs = layer_costs(chain, self.batch(np.arange(ROWS)))
-        self.cut = Cut(chain)
+        self.cut = BoundaryRunner(chain)
         memory = lambda _name, slots, layout: MemoryStore(slots, layout, device=self.device)  # noqa: E731
         self.cache = PrefixCache(
             self.cut, num_slots=SLOTS, encoding=Encoding("compute"), make_store=make_store or memory

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.model.flops import StepCounter
+from blocktrain.memory.flops import StepCounter
 from blocktrain.runtime import environment, pick_device, synchronize
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS = 12, 512, 8, 8192, 256, 2

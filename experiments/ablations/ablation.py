@@ -35,12 +35,12 @@ from typing import Any
 import torch
 
 import blocktrain as bt
-from blocktrain.events import read_events
+from blocktrain.records.log import read_events
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
-from blocktrain.train.growing import growing_visits
-from blocktrain.train.job import build
+from blocktrain.train.context import build
+from blocktrain.train.growth import growing_visits
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -129,12 +129,12 @@ def time_steps(runs: Path, size: Size, methods: Sequence[str], rounds: int) -> d
     """A step of each method in each of its blocks, in turns, beside a full step."""
     contenders = {}
     for method in dict.fromkeys(("full", *map(full_of, methods), *methods)):
-        job = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
-        for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
-            contenders[_step_name(method, index)] = steps_of(job, job.trained[index])
-        for visit, layers in growing_visits(job):
+        context = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
+        for index in sorted(set(context.schedule.blocks_of(0, len(context.partition)))):
+            contenders[_step_name(method, index)] = steps_of(context, context.trained[index])
+        for visit, layers in growing_visits(context):
             name = _step_name(method, visit.block.index, len(layers))
-            contenders[name] = steps_of(job, visit.block, without=layers)
+            contenders[name] = steps_of(context, visit.block, without=layers)
     for step in contenders.values():
         step()  # threads, allocator
     return interleaved(contenders, _step_name("full", 0), rounds=rounds)

@@ -18,12 +18,12 @@ from stepping import Contender, interleaved, steps_of, steps_of_peer
 from tabling import spread
 from training import data_folder, searched, spent
 
-from blocktrain.baselines.compare import Search
-from blocktrain.baselines.cycle import VISIT
-from blocktrain.baselines.methods import METHODS
+from blocktrain.compare.compare import Search
+from blocktrain.compare.methods import METHODS
+from blocktrain.compare.profile import VISIT
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import build
+from blocktrain.train.context import build
 
 MODEL = "all-MiniLM-L6-v2"
 TRAIN_EVERY, VALIDATION_EVERY = 10, 12  # rows: 1,000 of 10,003 and 256 of 3,080
@@ -119,23 +119,25 @@ def _every(step: int, whole: Path, folder: Path) -> Path:
 def _whole(name: str, config: RunConfig, place: Place) -> Contender:
     """A step of full training or of a peer, over a whole cycle where it switches what it trains."""
     method = METHODS[name]
-    changed = method.change(config, 10_000, build(config, place.work).pace)
+    changed = method.change(config, 10_000, build(config, place.work).geometry)
     if method.peer is None:
-        job = build(changed, place.work)
-        return steps_of(job, job.partition[0])
+        context = build(changed, place.work)
+        return steps_of(context, context.partition[0])
     return steps_of_peer(method.peer, changed, place.work, visit=VISIT)
 
 
 def _by_block(config: RunConfig, called: str, place: Place) -> dict[str, Contender]:
     """A step in each block that the schedule visits, as it is and from stored hidden states."""
-    job = build(config, place.work)
+    context = build(config, place.work)
     found: dict[str, Contender] = {}
-    for index in sorted(set(job.schedule.blocks_of(0, len(job.partition)))):
-        block = job.trained[index]
-        found[f"{called} {index}"] = steps_of(job, block)
-        level = job.partition.chain.layers.index(block.layers[0])
-        if sum(len(owned) for owned in job.partition.chain.owned[1:level]):  # an embedding alone is not worth storing
-            found[f"{called} {index}, cached"] = steps_of(job, block, level=level)
+    for index in sorted(set(context.schedule.blocks_of(0, len(context.partition)))):
+        block = context.trained[index]
+        found[f"{called} {index}"] = steps_of(context, block)
+        level = context.partition.chain.layers.index(block.layers[0])
+        if sum(
+            len(owned) for owned in context.partition.chain.owned[1:level]
+        ):  # an embedding alone is not worth storing
+            found[f"{called} {index}, cached"] = steps_of(context, block, level=level)
     return found
 
 

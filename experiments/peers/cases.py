@@ -17,13 +17,13 @@ from stepping import Contender, interleaved, steps_of, steps_of_peer
 from tabling import spread
 from training import loss_after, searched
 
-from blocktrain.baselines.compare import Search
-from blocktrain.baselines.methods import METHODS
-from blocktrain.baselines.peers import PEERS
+from blocktrain.compare.compare import Search
+from blocktrain.compare.methods import METHODS
+from blocktrain.compare.peers import PEERS
 from blocktrain.errors import BlocktrainError
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import build
+from blocktrain.train.context import build
 from blocktrain.units import format_bytes
 
 
@@ -105,15 +105,15 @@ def _can_run(method: str, place: Place) -> bool:
 def _contender(entry: Entry, config: RunConfig, place: Place) -> Contender:
     """A step of one method; of ours, the mean of a step in each block."""
     method = METHODS[entry.method]
-    theirs = method.change(config, 10_000, build(config, place.work).pace)
+    theirs = method.change(config, 10_000, build(config, place.work).geometry)
     return _ours(theirs, place) if method.peer is None else steps_of_peer(method.peer, theirs, place.work)
 
 
 def _ours(config: RunConfig, place: Place) -> Contender:
-    job = build(config, place.work)
-    if job.task.row_tokens is None:
+    context = build(config, place.work)
+    if context.task.row_tokens is None:
         raise BlocktrainError("this comparison is for text")
-    steps = [steps_of(job, block) for block in job.partition]
+    steps = [steps_of(context, block) for block in context.partition]
     return lambda: statistics.mean(step() for step in steps)
 
 

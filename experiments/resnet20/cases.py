@@ -19,10 +19,10 @@ from stepping import Contender, interleaved, steps_of
 from tabling import spread
 from training import data_folder, searched, spent
 
-from blocktrain.baselines.compare import Search, compare
-from blocktrain.baselines.methods import METHODS
+from blocktrain.compare.compare import Search, compare
+from blocktrain.compare.methods import METHODS
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import build
+from blocktrain.train.context import build
 
 
 class Entry(NamedTuple):
@@ -162,8 +162,8 @@ def _every(step: int, whole: Path, folder: Path) -> Path:
 
 def _by_block(name: str, entry: Entry, config: RunConfig, place: Place) -> dict[str, Contender]:
     """A step in each block of a method; full training has one."""
-    job = build(METHODS[entry.method].change(config, 10_000, build(config, place.work).pace), place.work)
-    return {step_of(name, index): steps_of(job, block) for index, block in enumerate(job.trained)}
+    context = build(METHODS[entry.method].change(config, 10_000, build(config, place.work).geometry), place.work)
+    return {step_of(name, index): steps_of(context, block) for index, block in enumerate(context.trained)}
 
 
 def step_of(name: str, block: int) -> str:

@@ -13,11 +13,11 @@ import torch
 from runner import Case, Experiment, Figures, Place, Results, markdown
 
 import blocktrain as bt
-from blocktrain.model.fake import fake_copy
+from blocktrain.memory.fake import fake_copy
 from blocktrain.plan.hardware import GIB
 from blocktrain.plan.presets import find_model
-from blocktrain.train.accounting import StepShape, predicted_peaks
-from blocktrain.train.tracked import meta_model
+from blocktrain.train.memory_profile import StepShape, predicted_peaks
+from blocktrain.train.verify_plan import meta_model
 
 TOKENS = 8
 # GiB: full training, three blocks

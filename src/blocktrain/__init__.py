@@ -16,21 +16,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blocktrain.blocks.block import Block, Partition
-    from blocktrain.blocks.checkpointing import checkpointing
-    from blocktrain.blocks.partition import partition
+    from blocktrain.chain.block import Block, Partition
+    from blocktrain.chain.checkpointing import checkpointing
+    from blocktrain.chain.partition import partition
+    from blocktrain.chain.resnet import resnet
     from blocktrain.errors import BlocktrainError
-    from blocktrain.model.loss import chunked_loss
-    from blocktrain.model.resnet import resnet
+    from blocktrain.modules.chunked_loss import chunked_loss
     from blocktrain.optim.block_optimizer import BlockOptimizer
+    from blocktrain.optim.learning_tail import Tail
+    from blocktrain.optim.offloaded_weights import OnDevice, OnHost
     from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
-    from blocktrain.optim.resting import OnDevice, OnHost
     from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost
-    from blocktrain.optim.tail import Tail
     from blocktrain.schedule import Cyclic, Visit
     from blocktrain.stopping import FullLength, Plateau, RunLimit
     from blocktrain.train.config import RunConfig
-    from blocktrain.train.session import resume, run
+    from blocktrain.train.run import resume, run
     from blocktrain.units import Duration
 
 __version__ = "0.1.0.dev0"
@@ -38,7 +38,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "BF16": "optim.precision",
     "BF16_EXACT": "optim.precision",
-    "Block": "blocks.block",
+    "Block": "chain.block",
     "BlockOptimizer": "optim.block_optimizer",
     "BlocktrainError": "errors",
     "Cyclic": "schedule",
@@ -50,21 +50,21 @@ _HOME = {
     "KeepOnDisk": "optim.state",
     "KeepOnHost": "optim.state",
     "NF4": "optim.precision",
-    "OnDevice": "optim.resting",
-    "OnHost": "optim.resting",
-    "Partition": "blocks.block",
+    "OnDevice": "optim.offloaded_weights",
+    "OnHost": "optim.offloaded_weights",
+    "Partition": "chain.block",
     "Plateau": "stopping",
     "Precision": "optim.precision",
     "RunConfig": "train.config",
     "RunLimit": "stopping",
-    "Tail": "optim.tail",
+    "Tail": "optim.learning_tail",
     "Visit": "schedule",
-    "checkpointing": "blocks.checkpointing",
-    "chunked_loss": "model.loss",
-    "partition": "blocks.partition",
-    "resnet": "model.resnet",
-    "resume": "train.session",
-    "run": "train.session",
+    "checkpointing": "chain.checkpointing",
+    "chunked_loss": "modules.chunked_loss",
+    "partition": "chain.partition",
+    "resnet": "chain.resnet",
+    "resume": "train.run",
+    "run": "train.run",
 }
 
 __all__ = [

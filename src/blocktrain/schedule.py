@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from blocktrain.blocks.block import Block, Partition
+from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.runtime import permutation
-from blocktrain.units import Duration, Pace
+from blocktrain.units import BatchGeometry, Duration
 
 Order = Literal["ascending", "descending", "shuffled"]
 Span = Literal["block", "suffix"]
@@ -97,10 +97,12 @@ class Cyclic:
         """The longest that the run's `visit`-th visit may last."""
         return self.first_visits[visit] if visit < len(self.first_visits) else self.visit
 
-    def steps(self, visits: int, pace: Pace) -> int:
+    def steps(self, visits: int, geometry: BatchGeometry) -> int:
         """The most steps that the run's first `visits` visits may take."""
         first = self.first_visits[:visits]
-        return sum(length.in_steps(pace) for length in first) + (visits - len(first)) * self.visit.in_steps(pace)
+        return sum(length.in_steps(geometry) for length in first) + (visits - len(first)) * self.visit.in_steps(
+            geometry
+        )
 
     def trained(self, partition: Partition) -> list[Block]:
         """What a visit to each block trains, by the block's index."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from blocktrain.errors import ConfigError
-from blocktrain.units import Duration, Pace
+from blocktrain.units import BatchGeometry, Duration
 
 RuleState = dict[str, float]
 
@@ -31,7 +31,7 @@ class VisitRule(Protocol):
         """The state at activation."""
         ...
 
-    def update(self, state: RuleState, seen: Observation, pace: Pace) -> tuple[RuleState, str | None]:
+    def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
         """The next state, and why the visit ends (None: it goes on)."""
         ...
 
@@ -44,7 +44,7 @@ class FullLength:
         """Nothing to remember."""
         return {}
 
-    def update(self, state: RuleState, seen: Observation, pace: Pace) -> tuple[RuleState, str | None]:
+    def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
         """Goes on."""
         return state, None
 
@@ -80,10 +80,10 @@ class Plateau:
         """No best loss yet; the average is empty."""
         return {"average": 0.0, "weight": 0.0, "best_step": 0.0}
 
-    def update(self, state: RuleState, seen: Observation, pace: Pace) -> tuple[RuleState, str | None]:
+    def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
         """Smooth, compare with the best so far, and end the visit when the patience has run out."""
         if self.watch == "training":
-            decay = 1 - 1 / self.smoothing.in_steps(pace)
+            decay = 1 - 1 / self.smoothing.in_steps(geometry)
             average = decay * state["average"] + (1 - decay) * seen.loss
             weight = decay * state["weight"] + (1 - decay)
             state = {**state, "average": average, "weight": weight}
@@ -95,7 +95,7 @@ class Plateau:
         if "best" not in state or value < state["best"] - self.threshold * abs(state["best"]):
             state = {**state, "best": value, "best_step": float(seen.visit_step)}
         waited = seen.visit_step - state["best_step"]
-        if waited >= self.patience.in_steps(pace) and seen.visit_step >= self.minimum.in_steps(pace):
+        if waited >= self.patience.in_steps(geometry) and seen.visit_step >= self.minimum.in_steps(geometry):
             return state, f"{self.watch} loss on a plateau at {state['best']:.4g}"
         return state, None
 
@@ -117,9 +117,11 @@ class RunLimit:
         if self.hours is not None and not self.hours > 0:
             raise ConfigError(f"hours must be positive, not {self.hours:g}")
 
-    def reached(self, *, step: int, seconds: float, validation_loss: float | None, pace: Pace) -> str | None:
+    def reached(
+        self, *, step: int, seconds: float, validation_loss: float | None, geometry: BatchGeometry
+    ) -> str | None:
         """Why the run is over, or None."""
-        if self.duration is not None and step >= self.duration.in_steps(pace):
+        if self.duration is not None and step >= self.duration.in_steps(geometry):
             return f"{self.duration} done"
         if self.target_loss is not None and validation_loss is not None and validation_loss <= self.target_loss:
             return f"validation loss {validation_loss:.4g} reached the target {self.target_loss:g}"

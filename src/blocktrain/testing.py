@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 # A server imports these once; its forks are there at once, and have no threads or devices of their parent's.
 _PRELOADED = [
-    "blocktrain.train.session",
-    "blocktrain.dist.pipeline",
-    "blocktrain.dist.sharding",
+    "blocktrain.train.run",
+    "blocktrain.parallel.pipeline",
+    "blocktrain.parallel.fsdp",
     "torch._dynamo",  # which torch.optim imports when an optimizer is first made
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

@@ -18,7 +18,7 @@ _QUANTITY = re.compile(rf"^\s*({_NUMBER})\s*([kmbgt]?)\s*(step|token|epoch)s?\s*
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class BatchGeometry:
     """What one optimizer step consumes; turns tokens and epochs into steps.
 
     For images a token is one image.
@@ -35,9 +35,9 @@ class Duration:
 
     >>> Duration.parse("1.5M tokens")
     Duration(value=1500000.0, unit='tokens')
-    >>> Duration.steps(100).in_steps(Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=40))
+    >>> Duration.steps(100).in_steps(BatchGeometry(tokens_per_step=512, rows_per_step=4, rows_per_epoch=40))
     100
-    >>> Duration.epochs(2).in_steps(Pace(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42))
+    >>> Duration.epochs(2).in_steps(BatchGeometry(tokens_per_step=512, rows_per_step=4, rows_per_epoch=42))
     21
     """
 
@@ -79,15 +79,15 @@ class Duration:
             case _:
                 return cls.epochs(value)
 
-    def in_steps(self, pace: Pace) -> int:
+    def in_steps(self, geometry: BatchGeometry) -> int:
         """Optimizer steps, rounded up, at least one."""
         match self.unit:
             case "steps":
                 steps = self.value
             case "tokens":
-                steps = self.value / pace.tokens_per_step
+                steps = self.value / geometry.tokens_per_step
             case "epochs":
-                steps = self.value * pace.rows_per_epoch / pace.rows_per_step
+                steps = self.value * geometry.rows_per_epoch / geometry.rows_per_step
         return max(1, math.ceil(steps - 1e-9))
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.errors import ConfigError
-from blocktrain.train.folder import RunFolder
+from blocktrain.train.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_export_loads_with_from_pretrained(config_file: Path, tmp_path: Path, ca
     assert model.dtype == torch.float32
     (end,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1:]]
     from blocktrain.data.text import open_text
-    from blocktrain.train.folder import RunFolder
+    from blocktrain.train.run_folder import RunFolder
 
     config = RunFolder(tmp_path / "run").config().text
     assert config is not None

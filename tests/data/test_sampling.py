@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktrain.data.order import RowOrder
 from blocktrain.data.sampling import RowPlan, Sampling, StepRows
+from blocktrain.data.shuffle import ShuffledRows
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import permutation
 
 
 def plan(num_rows: int = 60, rows_per_step: int = 4, seed: int = 0, **sampling: Any) -> RowPlan:
-    return RowPlan(RowOrder(num_rows, seed=seed), Sampling(**sampling), rows_per_step=rows_per_step)
+    return RowPlan(ShuffledRows(num_rows, seed=seed), Sampling(**sampling), rows_per_step=rows_per_step)
 
 
 def visit(rows: RowPlan, steps: int, *, index: int = 0, sweep: int = 0, first: int = 0) -> list[StepRows]:
@@ -33,7 +33,7 @@ def seen(steps: list[StepRows]) -> list[int]:
 def test_scope_run_is_one_stream_over_all_visits():
     """Whatever visit a step is in, it goes on where the step before it stopped."""
     rows = plan(num_rows=10, rows_per_step=4)
-    order = RowOrder(10, seed=0)
+    order = ShuffledRows(10, seed=0)
     for step in range(12):
         got = rows.step(step=step, visit=step // 3, sweep=step // 6, visit_step=step % 3)
         np.testing.assert_array_equal(got.rows, order.rows(4 * step, 4 * step + 4))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from blocktrain.events import read_events
+from blocktrain.records.log import read_events
 from blocktrain.train.config import RunConfig
-from blocktrain.train.session import run
+from blocktrain.train.run import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "convert_llama2c.py"
 

@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.errors import CheckpointError
-from blocktrain.events import read_events
 from blocktrain.integrations.card import card
-from blocktrain.train.folder import RunFolder
+from blocktrain.records.log import read_events
+from blocktrain.train.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def test_an_exact_run_keeps_what_bf16_leaves_out(make) -> None:
     blocks = trainer.visiting.blocks
     moved = 0
     for block in blocks.partition:
-        for name, remainder in blocks.block_remainders(block.index).items():
+        for name, remainder in blocks.block_low_bits(block.index).items():
             moved += int((join(block.parameters[name].data, remainder) != before[name].float()).sum())
     scalars = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert moved > 0.9 * scalars

@@ -17,11 +17,11 @@ import pytest
 import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.errors import ConfigError
-from blocktrain.events import Event, read_events
 from blocktrain.integrations import trackers
 from blocktrain.integrations.trackers import Tracked, Trackers
+from blocktrain.records.log import Event, read_events
 from blocktrain.train.config import RunConfig, TrackingConfig
-from blocktrain.train.folder import RunFolder
+from blocktrain.train.run_folder import RunFolder
 
 Points = dict[str, list[tuple[int, float]]]
 

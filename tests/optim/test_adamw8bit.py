@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from blocktrain.blocks.partition import partition
+from blocktrain.chain.partition import partition
 from blocktrain.errors import ConfigError
 from blocktrain.optim import adamw8bit
 from blocktrain.optim.adamw8bit import GROUP, SMALLEST, AdamW8bit, decode, encode
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.packing import has_bitsandbytes
 from blocktrain.optim.precision import BF16_EXACT, Precision
+from blocktrain.optim.quantize import has_bitsandbytes
 from blocktrain.optim.state import KeepOnDisk
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -128,8 +128,8 @@ def test_precision_chooses_it(gpt2, batch, tmp_path):
 @pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.SGD])
 def test_optimizers_with_one_buffer_keep_it(cls, gpt2):
     optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), cls, lr=1e-3, precision=in_8_bits(BF16_EXACT))
-    assert optimizer.recipe.choice[0] is cls
-    assert optimizer.recipe.others[0] is AdamW8bit
+    assert optimizer.factory.choice[0] is cls
+    assert optimizer.factory.others[0] is AdamW8bit
 
 
 def test_others_have_none(gpt2):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktrain.blocks.block import Block, Partition
-from blocktrain.blocks.partition import partition
+from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.partition import partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import nothing
+from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, PRESETS, Precision, join
-from blocktrain.optim.resting import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.schedule import Cyclic, Span
 from blocktrain.units import Duration
@@ -296,7 +296,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
         mine, theirs = resumed.block_weights(block.index), uninterrupted.block_weights(block.index)
         assert all(torch.equal(mine[name], theirs[name]) for name in block.parameters)
         assert same_state(resumed.block_state(block.index), uninterrupted.block_state(block.index))
-        left, expected = resumed.block_remainders(block.index), uninterrupted.block_remainders(block.index)
+        left, expected = resumed.block_low_bits(block.index), uninterrupted.block_low_bits(block.index)
         assert left.keys() == expected.keys()
         assert all(torch.equal(left[name], expected[name]) for name in expected)
 
@@ -309,7 +309,7 @@ def test_the_state_of_blocks_trained_together_is_kept_apart(make_store, tmp_path
         train(optimizer, batch, range(2))
         expected = {index: optimizer.block_state(index) for index in (1, 2)}
         assert optimizer.position() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
-        assert optimizer.block_remainders(1).keys() == parts[1].parameters.keys()
+        assert optimizer.block_low_bits(1).keys() == parts[1].parameters.keys()
     kept = not isinstance(optimizer.store, Drop)
     for index, state in expected.items():
         assert state is not None
@@ -396,7 +396,7 @@ def test_loading_what_does_not_fit(gpt2, batch):
 
 @pytest.mark.parametrize(("before", "after"), [(FP32, BF16_EXACT), (BF16_EXACT, FP32)])
 def test_loading_another_precision(before: Precision, after: Precision, gpt2, batch):
-    """Without its remainders a bf16 model would have no masters, and train in bf16 without a word."""
+    """Without its low_bits a bf16 model would have no masters, and train in bf16 without a word."""
     _, saved = saved_in_mid_visit(gpt2, batch, precision=before)
     other = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, precision=after)
     with pytest.raises(CheckpointError, match=f"precision '{after.name}' needs .* with the precision it was saved"):
@@ -458,7 +458,7 @@ def test_all_of_the_movement_is_kept(precision: Precision, frozen: FrozenPlace):
     """Also where the frozen weights are packed: their masters are not."""
     expected, optimizer = ten_visits(FP32, OnDevice()), ten_visits(precision, frozen)
     for index in range(2):
-        (half,), (remainder,) = optimizer.block_weights(index).values(), optimizer.block_remainders(index).values()
+        (half,), (remainder,) = optimizer.block_weights(index).values(), optimizer.block_low_bits(index).values()
         (in_fp32,) = expected.block_weights(index).values()
         assert half.dtype == torch.bfloat16
         assert torch.equal(join(half, remainder), in_fp32)  # bit for bit
@@ -469,7 +469,7 @@ def test_rebuilding_masters_loses_a_third_of_the_movement():
     start, optimizer = fixed_gradients()[0], ten_visits(BF16, OnDevice())
     for index, layer in enumerate(start.layers):
         assert isinstance(layer, FixedGradient)
-        assert optimizer.block_remainders(index) == {}
+        assert optimizer.block_low_bits(index) == {}
         (weight,) = optimizer.block_weights(index).values()
         begun = layer.weight.detach().bfloat16()
         kept = ((begun - weight).float() * layer.gradient).mean().item() / (RATE * VISITS * STEPS)
@@ -667,7 +667,7 @@ def test_rows_of_a_matrix_move_as_they_do_in_the_whole_matrix(gpt2, batch, preci
     assert all(torch.equal(after[key], before[key]) for key in before)
     if precision.has_master:
         assert torch.equal(
-            optimizers[0].block_remainders(block.index)[name], optimizers[1].block_remainders(0)[name][16:32]
+            optimizers[0].block_low_bits(block.index)[name], optimizers[1].block_low_bits(0)[name][16:32]
         )
 
 

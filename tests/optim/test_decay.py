@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from blocktrain.blocks.partition import partition
+from blocktrain.chain.partition import partition
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing, undecayed_ids
 

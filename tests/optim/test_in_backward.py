@@ -12,22 +12,22 @@ import transformers as hf
 from torch import nn
 
 import blocktrain as bt
-from blocktrain.blocks.block import Block
-from blocktrain.blocks.checkpointing import checkpointing
-from blocktrain.blocks.partition import partition
+from blocktrain.chain.block import Block
+from blocktrain.chain.checkpointing import checkpointing
+from blocktrain.chain.partition import partition
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.in_backward import SAID
+from blocktrain.optim.in_backward import REASON
+from blocktrain.optim.learning_tail import Tail
+from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
-from blocktrain.optim.resting import OnHost
 from blocktrain.optim.state import KeepOnHost
-from blocktrain.optim.tail import Tail
 from blocktrain.schedule import Cyclic
-from blocktrain.train.accounting import StepShape, predicted_peaks, visited_peaks
-from blocktrain.train.job import build
-from blocktrain.train.measure import opening_events
-from blocktrain.train.outofmemory import savings
+from blocktrain.train.context import build
+from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.oom_advice import savings
+from blocktrain.train.run_header import opening_records
 from blocktrain.units import Duration
 
 from .conftest import OPTIMIZERS, assert_nothing_moves
@@ -67,7 +67,7 @@ def assert_alike(made, batch, *, suffix: bool = False, checkpointed: bool = Fals
     torch.testing.assert_close(their_weights, weights, rtol=0, atol=0)
     assert their_state["changed_at"] == state["changed_at"]
     torch.testing.assert_close(their_state["blocks"], state["blocks"], rtol=0, atol=0)
-    torch.testing.assert_close(their_state["remainders"], state["remainders"], rtol=0, atol=0)
+    torch.testing.assert_close(their_state["low_bits"], state["low_bits"], rtol=0, atol=0)
     assert their_norms == pytest.approx(norms, rel=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_stepped_so_is_refused(gpt2, tiny, tmp_path: Path) -> Non
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda: 2)
-            with pytest.raises(ConfigError, match=f"{SAID}, before gradients of several processes are summed"):
+            with pytest.raises(ConfigError, match=f"{REASON}, before gradients of several processes are summed"):
                 BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
     finally:
         torch.distributed.destroy_process_group()
@@ -221,9 +221,9 @@ def test_a_run_is_the_same_bit_for_bit(tiny, tmp_path: Path, outcome) -> None:
 
 def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
     parts = {"gradients": 10**6}
-    job = build(tiny("optimizer.max_grad_norm=none"), tmp_path / "plain")
-    largest = max(p.nbytes for p in job.model.parameters())
-    assert savings(job, parts)["optimizer.in_backward = true"] == 10**6 - largest
+    context = build(tiny("optimizer.max_grad_norm=none"), tmp_path / "plain")
+    largest = max(p.nbytes for p in context.model.parameters())
+    assert savings(context, parts)["optimizer.in_backward = true"] == 10**6 - largest
     for other in ("optimizer.in_backward=true", "optimizer.max_grad_norm=1.0", "batch.micro_rows=2"):
         known = build(tiny("optimizer.max_grad_norm=none", other), tmp_path / other)
         assert "optimizer.in_backward = true" not in savings(known, parts)
@@ -231,9 +231,9 @@ def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
 
 
 def test_arithmetic_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
-    job = build(tiny("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), tmp_path)
-    cost = next(event for event in opening_events(job, "bcd") if event["kind"] == "cost")
-    for block, parts in zip(job.partition, cost["memory"]["blocks"], strict=True):
+    context = build(tiny("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), tmp_path)
+    cost = next(event for event in opening_records(context, "bcd") if event["kind"] == "cost")
+    for block, parts in zip(context.partition, cost["memory"]["blocks"], strict=True):
         assert parts["gradients"] == max(p.nbytes for p in block.parameters.values())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from blocktrain.blocks.block import Block
+from blocktrain.chain.block import Block
 from blocktrain.optim.master import Masters, lower
 from blocktrain.optim.precision import join
 
@@ -18,18 +18,18 @@ def weights() -> dict[str, nn.Parameter]:
 
 def test_lowering_keeps_the_values(weights: dict[str, nn.Parameter]):
     before = {name: p.detach().clone() for name, p in weights.items()}
-    remainders = lower(weights)
+    low_bits = lower(weights)
     for name, p in weights.items():
         assert p.dtype == torch.bfloat16
-        assert torch.equal(join(p.data, remainders[name]), before[name])
+        assert torch.equal(join(p.data, low_bits[name]), before[name])
 
 
 def test_lowering_what_is_lower_already_changes_nothing():
     weight = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
     before = weight.detach().clone()
-    remainders = lower({"w": weight})
+    low_bits = lower({"w": weight})
     assert torch.equal(weight, before)
-    assert torch.equal(join(weight.data, remainders["w"]), before.float())
+    assert torch.equal(join(weight.data, low_bits["w"]), before.float())
 
 
 def test_masters_begin_where_they_ended(weights: dict[str, nn.Parameter]):
@@ -38,7 +38,7 @@ def test_masters_begin_where_they_ended(weights: dict[str, nn.Parameter]):
         for master in masters.parameters.values():
             master.add_(1e-6)
     left = {name: master.detach().clone() for name, master in masters.parameters.items()}
-    again = Masters(Block(0, (), weights), masters.remainders(weights))
+    again = Masters(Block(0, (), weights), masters.low_bits(weights))
     assert all(torch.equal(again.parameters[name], value) for name, value in left.items())
 
 
@@ -58,7 +58,7 @@ def test_the_model_follows_its_masters(weights: dict[str, nn.Parameter]):
         masters.parameters["b"].fill_(1.0 + 2**-12)
     assert torch.equal(weights["a"], before)
     assert torch.equal(weights["b"], torch.ones(7, dtype=torch.bfloat16))
-    left = masters.remainders(["b"])["b"]
+    left = masters.low_bits(["b"])["b"]
     assert torch.equal(left, torch.full((7,), 2**11, dtype=torch.int16))  # 2^-12 in units of 2^-23
     assert masters.gradients() == {}  # used up
 
@@ -103,6 +103,6 @@ def test_rows_of_fp32_weights_are_moved_in_place(weights: dict[str, nn.Parameter
     assert gradient.untyped_storage().nbytes() == 2 * 3 * 4  # the other rows' gradient is not kept alive
     with masters.stepping(["a"]), torch.no_grad():
         masters.parameters["a"].add_(1)
-    assert masters.remainders(["a"]) == {}
+    assert masters.low_bits(["a"]) == {}
     assert torch.equal(weights["a"][1:3], before[1:3] + 1)
     assert torch.equal(weights["a"][[0, 3, 4]], before[[0, 3, 4]])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from blocktrain.blocks.partition import partition
-from blocktrain.optim.packing import pack
+from blocktrain.chain.partition import partition
 from blocktrain.optim.precision import PRESETS
+from blocktrain.optim.quantize import quantize
 from blocktrain.plan.layout import PRECISIONS, Layout, find_precision
 from blocktrain.plan.memory import memory
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_into, cut_up_to
-from blocktrain.train.tracked import meta_model, tracked_peak
+from blocktrain.train.verify_plan import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
 CASES = json.loads(TRACKED.read_text())["cases"]
@@ -121,8 +121,8 @@ def test_precisions_are_those_of_a_run() -> None:
         planned = PRECISIONS[name]
         assert planned.weight == preset.compute.itemsize
         assert (planned.master > 0) == preset.has_master
-        assert (planned.remainder > 0) == preset.keeps_remainder
-        packed = pack(torch.zeros(1024, 1024, dtype=preset.compute), preset.frozen)
+        assert (planned.remainder > 0) == preset.keeps_low_bits
+        packed = quantize(torch.zeros(1024, 1024, dtype=preset.compute), preset.frozen)
         assert planned.frozen == sum(part.nbytes for part in packed.parts) / 2**20
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blocktrain.blocks.partition import partition
-from blocktrain.model.cost import layer_costs
-from blocktrain.model.detect import chain_of
-from blocktrain.model.flops import StepCounter
+from blocktrain.chain.cost import layer_costs
+from blocktrain.chain.find import find_chain
+from blocktrain.chain.partition import partition
+from blocktrain.memory.flops import StepCounter
 from blocktrain.plan.layout import Layout, piece_of
 from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes, work
 from blocktrain.plan.spec import ModelSpec
@@ -76,7 +76,7 @@ def test_a_mixture_keeps_nearly_that() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.architecture}-{spec.kv_heads}")
 def test_flops_are_the_counted_ones(spec: ModelSpec) -> None:
     model = model_of(spec)
-    embedding, layer, *_, head = layer_costs(chain_of(model), batch())
+    embedding, layer, *_, head = layer_costs(find_chain(model), batch())
     mine, top = work(layer_operations(spec, 4), SEQ), work(head_operations(spec, 4), SEQ)
     tokens = ROWS * SEQ
     assert tokens * mine.matrix_flops == layer.forward_flops_weights

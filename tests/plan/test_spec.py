@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from blocktrain.blocks.balance import balanced
+from blocktrain.chain.balance import balanced
 from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
 from blocktrain.plan.presets import PRESETS, find_model
 from blocktrain.plan.spec import from_config, read_config
-from blocktrain.train.tracked import meta_model
+from blocktrain.train.verify_plan import meta_model
 
 
 @pytest.mark.parametrize(

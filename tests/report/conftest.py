@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktrain.events import EventLog
+from blocktrain.records.log import EventLog
 
 Event = dict[str, Any]
 MakeRun = Callable[..., Path]
@@ -90,10 +90,10 @@ def true_loss(tokens: float, speed: float) -> float:
 class Writer:
     """Writes what a trainer would, visit by visit."""
 
-    def __init__(self, folder: Path, *, seed: int, pace: float, speed: float, per_token: float, unit: str):
+    def __init__(self, folder: Path, *, seed: int, geometry: float, speed: float, per_token: float, unit: str):
         self.log = EventLog(folder / "events.jsonl")
         self.noise = np.random.default_rng(seed)
-        self.pace, self.speed, self.per_token, self.unit = pace, speed, per_token, unit
+        self.geometry, self.speed, self.per_token, self.unit = geometry, speed, per_token, unit
         self.step, self.seconds, self.flops = 0, 0.0, 0
         self.last: Event = {}
 
@@ -117,7 +117,7 @@ class Writer:
     def train(self, steps: int, *, visit: int, sweep: int, block: int, every: int, bad: set[int]) -> None:
         for done in range(steps):
             self.step += 1
-            self.seconds += self.pace * (1 + 0.05 * self.noise.normal())
+            self.seconds += self.geometry * (1 + 0.05 * self.noise.normal())
             loss = true_loss(self.step * TOKENS_PER_STEP, self.speed) + self.noise.normal(0, 0.06)
             loss = float("nan") if self.step in bad else loss * self.per_token
             rate = 3e-4 * min(1, (done + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * done / steps))
@@ -160,8 +160,8 @@ def make_run(tmp_path: Path) -> MakeRun:
         """`saved` FLOPs a step by a prefix cache, in the blocks above the first."""
         folder = tmp_path / name.replace("/", "_")
         full = method == "full"
-        pace = 0.21 if full else 0.15
-        writer = Writer(folder, seed=7 if full else 8, pace=pace, speed=speed, per_token=per_token, unit=unit)
+        geometry = 0.21 if full else 0.15
+        writer = Writer(folder, seed=7 if full else 8, geometry=geometry, speed=speed, per_token=per_token, unit=unit)
         order = [(0, 0)] if full else [(sweep, block) for sweep in range(sweeps) for block in range(len(sizes))]
         planned = len(order) * steps
         writer.log.append(header(method, name, list(sizes), unit, planned))

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from blocktrain.report.chart import HIGH, WIDE, Bar, Dot, Line, Span, Track, line_chart, stacked_bars, timeline, values
-from blocktrain.report.numerals import Axis, axis
+from blocktrain.report.format import Axis, axis
 
 X = axis("tokens", 0, 100)
 Y = axis("loss", 0, 10)

@@ -13,7 +13,7 @@ import pytest
 
 from blocktrain.errors import DataError, StorageError
 from blocktrain.report import RunRecord, write_report
-from blocktrain.report.numerals import flops_text
+from blocktrain.report.format import flops_text
 
 MakeRun = Callable[..., Path]
 

@@ -10,7 +10,7 @@ import pytest
 from blocktrain.errors import DataError
 from blocktrain.report.run import RunRecord
 from blocktrain.train.config import RunConfig
-from blocktrain.train.session import run as run_job
+from blocktrain.train.run import run as run_job
 
 MakeRun = Callable[..., Path]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blocktrain.events import EventLog
+from blocktrain.records.log import EventLog
 from blocktrain.report.page import page
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from blocktrain.events import EventLog
+from blocktrain.records.log import EventLog
 from blocktrain.report.records import CacheUse, Retirement
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import rows, summaries_of, summary, table

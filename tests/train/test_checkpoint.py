@@ -17,8 +17,8 @@ import blocktrain as bt
 from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.optim.precision import join
 from blocktrain.train import checkpoint as module
-from blocktrain.train.checkpoint import Saved, checkpoints, load_checkpoint, save_checkpoint
-from blocktrain.train.job import build
+from blocktrain.train.checkpoint import CheckpointHeader, checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.context import build
 from blocktrain.train.progress import Progress
 
 
@@ -32,16 +32,16 @@ def newest(run: Path) -> Path:
     return checkpoints(run / "checkpoints")[-1]
 
 
-def save(job, folder: Path, step: int, keep: int = 5) -> Path:
-    saved = Saved(progress=Progress(step=step), log_bytes=0, data="some rows")
-    return save_checkpoint(folder, saved, partition=job.partition, trained=job.optimizer, keep=keep)
+def save(context, folder: Path, step: int, keep: int = 5) -> Path:
+    saved = CheckpointHeader(progress=Progress(step=step), log_bytes=0, data="some rows")
+    return save_checkpoint(folder, saved, partition=context.partition, trained=context.optimizer, keep=keep)
 
 
-def one_step(job, block: int) -> None:
-    with job.optimizer.visit(job.partition[block]):
-        batch = job.task.train.batch([0, 1])
-        job.model(**batch).loss.backward()
-        job.optimizer.step()
+def one_step(context, block: int) -> None:
+    with context.optimizer.visit(context.partition[block]):
+        batch = context.task.train.batch([0, 1])
+        context.model(**batch).loss.backward()
+        context.optimizer.step()
 
 
 def test_only_the_last_ones_are_kept(tiny, tmp_path: Path) -> None:
@@ -50,31 +50,31 @@ def test_only_the_last_ones_are_kept(tiny, tmp_path: Path) -> None:
 
 
 def test_frozen_blocks_are_linked_not_written_again(tiny, tmp_path: Path) -> None:
-    job = build(tiny(), tmp_path)
-    one_step(job, 0)
-    first = save(job, tmp_path, 1)
-    one_step(job, 1)
-    second = save(job, tmp_path, 2)
+    context = build(tiny(), tmp_path)
+    one_step(context, 0)
+    first = save(context, tmp_path, 1)
+    one_step(context, 1)
+    second = save(context, tmp_path, 2)
     same = {path.name for path in first.iterdir() if os.path.samefile(path, second / path.name)}
     assert same == {"weights-0.safetensors", "state-0.safetensors", "weights-2.safetensors"}
-    save(job, tmp_path, 3, keep=1)  # the linked files outlive the checkpoints they were first written for
-    job.model.get_parameter("transformer.wte.weight").data.zero_()
-    load_checkpoint(checkpoints(tmp_path)[0], job.partition, job.optimizer)
-    assert job.model.get_parameter("transformer.wte.weight").abs().sum() > 0
+    save(context, tmp_path, 3, keep=1)  # the linked files outlive the checkpoints they were first written for
+    context.model.get_parameter("transformer.wte.weight").data.zero_()
+    load_checkpoint(checkpoints(tmp_path)[0], context.partition, context.optimizer)
+    assert context.model.get_parameter("transformer.wte.weight").abs().sum() > 0
 
 
 @pytest.mark.parametrize("position", [0, 100, -1])
 @pytest.mark.parametrize("name", ["weights-1.safetensors", "state-2.safetensors"])
 def test_one_flipped_bit_is_found(tiny, finished: Path, tmp_path: Path, name: str, position: int) -> None:
-    job = build(tiny(), tmp_path)
+    context = build(tiny(), tmp_path)
     copy = _copy(newest(finished), tmp_path)
     data = bytearray((copy / name).read_bytes())
     data[position] ^= 1
     (copy / name).write_bytes(data)
-    before = {name: p.clone() for name, p in job.model.named_parameters()}
+    before = {name: p.clone() for name, p in context.model.named_parameters()}
     with pytest.raises(CheckpointError, match=f"{name}' is damaged: its checksum is wrong"):
-        load_checkpoint(copy, job.partition, job.optimizer)
-    assert all(torch.equal(before[name], p) for name, p in job.model.named_parameters())
+        load_checkpoint(copy, context.partition, context.optimizer)
+    assert all(torch.equal(before[name], p) for name, p in context.model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_one_flipped_bit_is_found(tiny, finished: Path, tmp_path: Path, name: st
     ids=["missing file", "torn manifest", "empty manifest", "changed number"],
 )
 def test_missing_and_torn_files_are_found(tiny, finished: Path, tmp_path: Path, damage, message: str) -> None:
-    job = build(tiny(), tmp_path)
+    context = build(tiny(), tmp_path)
     copy = _copy(newest(finished), tmp_path)
     damage(copy)
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(copy, job.partition, job.optimizer)
+        load_checkpoint(copy, context.partition, context.optimizer)
 
 
 def test_a_half_written_checkpoint_is_never_seen(tiny, tmp_path: Path) -> None:
@@ -100,22 +100,22 @@ def test_a_half_written_checkpoint_is_never_seen(tiny, tmp_path: Path) -> None:
     (tmp_path / ".step-00000005.partial").mkdir()
     (tmp_path / "step-00000006").mkdir()
     assert checkpoints(tmp_path) == []
-    job = build(tiny(), tmp_path)
-    written = save(job, tmp_path, 7)
+    context = build(tiny(), tmp_path)
+    written = save(context, tmp_path, 7)
     assert checkpoints(tmp_path) == [written]
 
 
 @pytest.mark.parametrize("override", ["model.config.n_embd=32", "blocks.count=2", "model.config.n_layer=5"])
 def test_another_model_is_refused(tiny, finished: Path, tmp_path: Path, override: str) -> None:
-    job = build(tiny(override), tmp_path)
+    context = build(tiny(override), tmp_path)
     with pytest.raises(CheckpointError, match="another model or another division into blocks"):
-        load_checkpoint(newest(finished), job.partition, job.optimizer)
+        load_checkpoint(newest(finished), context.partition, context.optimizer)
 
 
-def fp32_values(job, index: int) -> dict[str, torch.Tensor]:
+def fp32_values(context, index: int) -> dict[str, torch.Tensor]:
     """A block's masters, or its fp32 weights."""
-    left = job.optimizer.block_remainders(index)
-    weights = job.optimizer.block_weights(index)
+    left = context.optimizer.block_low_bits(index)
+    weights = context.optimizer.block_weights(index)
     return {name: join(value, left[name]) if name in left else value for name, value in weights.items()}
 
 
@@ -125,23 +125,23 @@ def test_a_run_that_changes_its_precision_loses_not_one_bit(tiny, tmp_path: Path
     one_step(first, 0)
     folder = save(first, tmp_path / "fp32", 1)
     for name in ("int8", "bf16-exact", "fp32"):
-        job = build(tiny(f"precision={name}"), tmp_path)
-        load_checkpoint(folder, job.partition, job.optimizer)
+        context = build(tiny(f"precision={name}"), tmp_path)
+        load_checkpoint(folder, context.partition, context.optimizer)
         for index in range(3):
-            ours, theirs = fp32_values(job, index), fp32_values(first, index)
+            ours, theirs = fp32_values(context, index), fp32_values(first, index)
             assert all(value.dtype == torch.float32 and torch.equal(value, theirs[key]) for key, value in ours.items())
-        folder = save(job, tmp_path / name, 1)
+        folder = save(context, tmp_path / name, 1)
     assert not list(folder.glob("remainder-*"))
 
 
 def test_the_first_checkpoint_in_another_precision_links_nothing(tiny, tmp_path: Path) -> None:
-    """A file of fp32 weights beside remainders would be read as something else."""
+    """A file of fp32 weights beside low_bits would be read as something else."""
     first = build(tiny(), tmp_path)
     one_step(first, 0)
     old = save(first, tmp_path, 1)
-    job = build(tiny("precision=bf16-exact"), tmp_path)
-    load_checkpoint(old, job.partition, job.optimizer)
-    new = save(job, tmp_path, 2)
+    context = build(tiny("precision=bf16-exact"), tmp_path)
+    load_checkpoint(old, context.partition, context.optimizer)
+    new = save(context, tmp_path, 2)
     assert not any(path.samefile(old / path.name) for path in new.iterdir() if (old / path.name).exists())
 
 
@@ -149,9 +149,9 @@ def test_another_format_is_refused(tiny, finished: Path, tmp_path: Path) -> None
     copy = _copy(newest(finished), tmp_path)
     manifest = json.loads((copy / "checkpoint.json").read_text())
     (copy / "checkpoint.json").write_text(json.dumps({**manifest, "format": 99}))
-    job = build(tiny(), tmp_path)
+    context = build(tiny(), tmp_path)
     with pytest.raises(CheckpointError, match="format 99"):
-        load_checkpoint(copy, job.partition, job.optimizer)
+        load_checkpoint(copy, context.partition, context.optimizer)
 
 
 def test_nothing_is_pickled(finished: Path) -> None:
@@ -160,16 +160,16 @@ def test_nothing_is_pickled(finished: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_older_checkpoints(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = build(tiny(), tmp_path)
-    first = save(job, tmp_path, 1, keep=1)
-    one_step(job, 0)
+    context = build(tiny(), tmp_path)
+    first = save(context, tmp_path, 1, keep=1)
+    one_step(context, 0)
 
     def no_room(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_write", no_room)
     with pytest.raises(StorageError, match="no room left while writing"):
-        save(job, tmp_path, 2, keep=1)
+        save(context, tmp_path, 2, keep=1)
     assert checkpoints(tmp_path) == [first]
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
@@ -202,26 +202,26 @@ def test_a_full_disk_stops_the_run_with_one_message(tiny, tmp_path: Path) -> Non
 
 def test_the_way_out_names_a_checkpoint_that_is_sound(tiny, tmp_path: Path) -> None:
     """A frozen block's file is shared with the checkpoint before: deleting the newer one would not help."""
-    job = build(tiny(), tmp_path)
-    one_step(job, 0)
-    first = save(job, tmp_path, 1)
-    one_step(job, 1)
-    second = save(job, tmp_path, 2)
+    context = build(tiny(), tmp_path)
+    one_step(context, 0)
+    first = save(context, tmp_path, 1)
+    one_step(context, 1)
+    second = save(context, tmp_path, 2)
     for name, way_out in (("weights-1", f"delete '{second}' to go on from '{first.name}'"), ("weights-0", "no older")):
         good = (second / f"{name}.safetensors").read_bytes()
         (second / f"{name}.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         with pytest.raises(CheckpointError, match=way_out):
-            load_checkpoint(second, job.partition, job.optimizer)
+            load_checkpoint(second, context.partition, context.optimizer)
         (second / f"{name}.safetensors").write_bytes(good)
 
 
 def test_dropped_moments_are_not_kept_in_checkpoints(tiny, tmp_path: Path) -> None:
-    job = build(tiny("optimizer.state=drop"), tmp_path)
-    with job.optimizer.visit(job.partition[0]):
-        job.model(**job.task.train.batch([0, 1])).loss.backward()
-        job.optimizer.step()
-        during = save(job, tmp_path, 1)
-    after = save(job, tmp_path, 2)
+    context = build(tiny("optimizer.state=drop"), tmp_path)
+    with context.optimizer.visit(context.partition[0]):
+        context.model(**context.task.train.batch([0, 1])).loss.backward()
+        context.optimizer.step()
+        during = save(context, tmp_path, 1)
+    after = save(context, tmp_path, 2)
     assert (during / "state-0.safetensors").exists()
     assert not (after / "state-0.safetensors").exists()
 
@@ -231,10 +231,10 @@ def test_a_file_system_without_hard_links_gets_copies(tiny, tmp_path: Path, monk
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    job = build(tiny(), tmp_path)
-    save(job, tmp_path, 1)
-    one_step(job, 1)
-    load_checkpoint(save(job, tmp_path, 2), job.partition, job.optimizer)
+    context = build(tiny(), tmp_path)
+    save(context, tmp_path, 1)
+    one_step(context, 1)
+    load_checkpoint(save(context, tmp_path, 2), context.partition, context.optimizer)
 
 
 def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
@@ -252,16 +252,16 @@ def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
 def test_rows_of_a_matrix_are_exported_as_trained(tiny, tmp_path: Path, precision: str) -> None:
     """Blocks that own rows of one matrix each have the remainder of theirs."""
     from blocktrain.train.export import export
-    from blocktrain.train.folder import RunFolder
+    from blocktrain.train.run_folder import RunFolder
 
     run = bt.run(tiny("blocks.largest=2000", f"precision={precision}"), tmp_path / "run").path
     config = tiny("blocks.largest=2000", "precision=bf16-exact")
-    job = build(config, tmp_path / "again")
-    load_checkpoint(newest(run), job.partition, job.optimizer)
-    assert any(block.rows for block in job.partition)
-    expected = {name: parameter.detach().float() for name, parameter in job.model.named_parameters()}
-    for block in job.partition:
-        for name, remainder in job.optimizer.block_remainders(block.index).items():
+    context = build(config, tmp_path / "again")
+    load_checkpoint(newest(run), context.partition, context.optimizer)
+    assert any(block.rows for block in context.partition)
+    expected = {name: parameter.detach().float() for name, parameter in context.model.named_parameters()}
+    for block in context.partition:
+        for name, remainder in context.optimizer.block_low_bits(block.index).items():
             mine = block.part(name, block.parameters[name].data)
             block.part(name, expected[name]).copy_(join(mine, remainder))
     export(RunFolder(run), tmp_path / "model")
@@ -274,7 +274,7 @@ def test_a_live_run_is_left_alone(tiny, tmp_path: Path) -> None:
     """`export`, and a refused `train` or `resume`, must not touch the moments that a running process keeps on disk."""
     from blocktrain.errors import ConfigError
     from blocktrain.train.export import export
-    from blocktrain.train.folder import RunFolder
+    from blocktrain.train.run_folder import RunFolder
 
     config = tiny("optimizer.state=disk")
     bt.run(config, tmp_path / "undisturbed")

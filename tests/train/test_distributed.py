@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
-from blocktrain.events import Event, read_events
+from blocktrain.records.log import Event, read_events
 from blocktrain.testing import run_distributed
-from blocktrain.train import measure
+from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
 
 LLAMA = {
@@ -53,22 +53,22 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def count_nothing(job: Any) -> dict[str, Any]:
+def count_nothing(context: Any) -> dict[str, Any]:
     """In place of the FLOP counter, which takes longer than these runs."""
-    blocks, layers = [10 + block.index for block in job.partition], [1 for _ in job.partition.chain.layers]
+    blocks, layers = [10 + block.index for block in context.partition], [1 for _ in context.partition.chain.layers]
     flops = {"full": 30, "blocks": blocks, "theory_full": 30, "theory_blocks": blocks, "forward_layers": layers}
     return {"flops": flops, "memory": {"full": {}, "blocks": []}}
 
 
-def track_nothing(job: Any) -> dict[str, Any]:
+def track_nothing(context: Any) -> dict[str, Any]:
     """In place of the memory tracker, likewise."""
     peak = {"parts": {}, "host_bytes": 0, "operation": ""}
-    return {"full": peak, "blocks": [peak for _ in job.partition]}
+    return {"full": peak, "blocks": [peak for _ in context.partition]}
 
 
 def count_nothing_here() -> None:
     """For this process, from now on."""
-    measure._costs, measure._memory = count_nothing, track_nothing
+    run_header._costs, run_header._memory = count_nothing, track_nothing
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:
@@ -113,9 +113,9 @@ def fail(folder: str, mapping: Mapping) -> tuple[str, str]:
 def interrupt_rank_1(folder: str, mapping: Mapping) -> tuple[str, int]:
     """A signal to rank 1 alone, as it takes its fifth step."""
     count_nothing_here()
-    from blocktrain.train import loop
+    from blocktrain.train import trainer
 
-    take, taken = loop.train_step, []
+    take, taken = trainer.train_step, []
 
     def step(*args: Any, **keywords: Any) -> Any:
         taken.append(keywords["step"])
@@ -123,7 +123,7 @@ def interrupt_rank_1(folder: str, mapping: Mapping) -> tuple[str, int]:
             os.kill(os.getpid(), signal.SIGTERM)
         return take(*args, **keywords)
 
-    loop.train_step = step
+    trainer.train_step = step
     try:
         bt.run(bt.RunConfig.from_mapping(mapping), folder)
     except Interrupted as stop:
@@ -277,16 +277,16 @@ def test_shards_have_a_cache_too(runs: dict[int, Path]) -> None:
 def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
     """As it takes the first step of a visit with a cache; the warnings of this process."""
     count_nothing_here()
-    from blocktrain.train import loop
+    from blocktrain.train import trainer
 
-    take = loop.train_step
+    take = trainer.train_step
 
     def step(*args: Any, **keywords: Any) -> Any:
         if dist.get_rank() == 1 and args[1].active:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return take(*args, **keywords)
 
-    loop.train_step = step
+    trainer.train_step = step
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from blocktrain.events import Event
-from blocktrain.optim.tail import Tail
+from blocktrain.optim.learning_tail import Tail
+from blocktrain.records.log import Event
 from blocktrain.schedule import Cyclic
-from blocktrain.train import measure
+from blocktrain.train import run_header
 from blocktrain.train.config import RunConfig
-from blocktrain.train.job import Job, build
-from blocktrain.train.measure import opening_events
+from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.run_header import opening_records
 from blocktrain.units import Duration
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"
@@ -22,17 +22,17 @@ SUFFIX = Cyclic(visit=Duration.steps(80), sweeps=3, span="suffix")
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Event]:
-    """The job of the example, and its cost record."""
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingContext, Event]:
+    """The context of the example, and its cost record."""
     folder = tmp_path_factory.mktemp("quickstart")
-    job = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
-    return job, opening_events(job, "bcd")[1]
+    context = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
+    return context, opening_records(context, "bcd")[1]
 
 
-def in_suffixes(job: Job) -> Job:
-    """The same job with suffix visits."""
-    config = replace(job.config, schedule=replace(job.config.schedule, span="suffix"))
-    return replace(job, config=config, schedule=SUFFIX)
+def in_suffixes(context: TrainingContext) -> TrainingContext:
+    """The same context with suffix visits."""
+    config = replace(context.config, schedule=replace(context.config.schedule, span="suffix"))
+    return replace(context, config=config, schedule=SUFFIX)
 
 
 def closed_form(active: range, *, layers: int, width: int, vocabulary: int, tokens: int, rows: int) -> int:
@@ -56,22 +56,22 @@ def closed_form(active: range, *, layers: int, width: int, vocabulary: int, toke
     return round(per_token * tokens * rows)
 
 
-def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[Job, Event]) -> None:
+def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[TrainingContext, Event]) -> None:
     """M = 3, uncached: counted FLOPs over a full step's at most 2 % above the theoretical value."""
-    job, cost = quickstart
-    settings: Any = job.model.config
+    context, cost = quickstart
+    settings: Any = context.model.config
     shape = {
         "layers": settings.n_layer,
         "width": settings.n_embd,
         "vocabulary": settings.vocab_size,
         "tokens": 128,
-        "rows": job.pace.rows_per_step,
+        "rows": context.geometry.rows_per_step,
     }
-    chain = job.partition.chain.layers
+    chain = context.partition.chain.layers
     full = closed_form(range(len(chain)), **shape)
     assert cost["flops"]["full"] == pytest.approx(full, rel=0.02)
     ratios, theory = [], []
-    for block, counted in zip(job.partition, cost["flops"]["blocks"], strict=True):
+    for block, counted in zip(context.partition, cost["flops"]["blocks"], strict=True):
         start = chain.index(block.layers[0])
         ratios.append(counted / cost["flops"]["full"])
         theory.append(closed_form(range(start, start + len(block.layers)), **shape) / full)
@@ -80,15 +80,15 @@ def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[Job, Event]) 
     assert sum(ratios) <= 1.02 * sum(theory)
 
 
-def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Job, Event]) -> None:
-    job, alone = quickstart
-    config = replace(job.config, optimizer=replace(job.config.optimizer, tail="sgd"))
-    job.optimizer.tail = Tail(rule="sgd")
+def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[TrainingContext, Event]) -> None:
+    context, alone = quickstart
+    config = replace(context.config, optimizer=replace(context.config.optimizer, tail="sgd"))
+    context.optimizer.tail = Tail(rule="sgd")
     try:
-        tail = measure._costs(replace(job, config=config))
+        tail = run_header._costs(replace(context, config=config))
     finally:
-        job.optimizer.tail = None
-    suffix = measure._costs(in_suffixes(job))
+        context.optimizer.tail = None
+    suffix = run_header._costs(in_suffixes(context))
     assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
     assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
     for mine, theirs in zip(tail["memory"]["blocks"], alone["memory"]["blocks"], strict=True):
@@ -96,17 +96,17 @@ def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Job, 
         assert theirs["activations"] <= mine["activations"]
 
 
-def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[Job, Event]) -> None:
+def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[TrainingContext, Event]) -> None:
     """The block and every block above it; at block 0, a full step exactly."""
-    job, _ = quickstart
-    suffix = in_suffixes(job)
-    cost = measure._costs(suffix)
+    context, _ = quickstart
+    suffix = in_suffixes(context)
+    cost = run_header._costs(suffix)
     flops = cost["flops"]
     assert flops["blocks"][0] == flops["full"]
     assert flops["theory_blocks"] == pytest.approx(flops["blocks"], rel=0.02)
-    settings: Any = job.model.config
-    chain = job.partition.chain.layers
-    for block, counted in zip(job.partition, flops["blocks"], strict=True):
+    settings: Any = context.model.config
+    chain = context.partition.chain.layers
+    for block, counted in zip(context.partition, flops["blocks"], strict=True):
         active = range(chain.index(block.layers[0]), len(chain))
         theory = closed_form(
             active,
@@ -114,16 +114,16 @@ def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[Job, Event]) ->
             width=settings.n_embd,
             vocabulary=settings.vocab_size,
             tokens=128,
-            rows=job.pace.rows_per_step,
+            rows=context.geometry.rows_per_step,
         )
         assert counted == pytest.approx(theory, rel=0.02)
     moments = [8 * block.num_parameters + 4 * len(block.parameters) for block in suffix.trained]
     assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == moments
 
 
-def test_the_optimizer_holds_the_largest_blocks_moments(quickstart: tuple[Job, Event]) -> None:
+def test_the_optimizer_holds_the_largest_blocks_moments(quickstart: tuple[TrainingContext, Event]) -> None:
     """Two fp32 moments a parameter, and a step count of 4 bytes a tensor."""
-    job, cost = quickstart
-    expected = [8 * block.num_parameters + 4 * len(block.parameters) for block in job.partition]
+    context, cost = quickstart
+    expected = [8 * block.num_parameters + 4 * len(block.parameters) for block in context.partition]
     assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == expected
     assert cost["memory"]["full"]["optimizer"] == sum(expected)

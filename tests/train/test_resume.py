@@ -14,7 +14,7 @@ import pytest
 
 import blocktrain as bt
 from blocktrain.errors import Interrupted
-from blocktrain.events import Event, read_events
+from blocktrain.records.log import Event, read_events
 from blocktrain.train.checkpoint import checkpoints
 
 VARIANTS = {

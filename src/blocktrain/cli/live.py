@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from blocktrain.events import Event
+from blocktrain.records.log import Event
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.units import format_bytes, format_count, format_seconds
 

@@ -57,14 +57,14 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    train = add("train", _lazy("training", "train"), "train as a configuration says, into a new run folder")
+    train = add("train", _lazy("train", "train"), "train as a configuration says, into a new run folder")
     _configuration(train)
-    resume = add("resume", _lazy("training", "resume"), "go on with an interrupted run from its newest checkpoint")
+    resume = add("resume", _lazy("train", "resume"), "go on with an interrupted run from its newest checkpoint")
     resume.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
     _overrides(resume, "go on with another device, precision, memory, distributed layout ...; may be repeated")
     compare = add(
         "compare",
-        _lazy("training", "compare"),
+        _lazy("train", "compare"),
         "train the same model on the same tokens in full and in blocks, side by side",
     )
     _configuration(compare)
@@ -76,17 +76,17 @@ def parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="runs at the best rate (default: 1)")
     compare.add_argument("--card", metavar="NAME", help="price this machine's hours as those of rtx4090, a100-80, ...")
-    _plan(add("plan", _lazy("planning", "plan"), "what fits, how long it takes and what it costs, before renting"))
-    add("calibrate", _lazy("planning", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
-    report = add("report", _lazy("showing", "report"), "write report.html for one run, or one page for several")
+    _plan(add("plan", _lazy("plan", "plan"), "what fits, how long it takes and what it costs, before renting"))
+    add("calibrate", _lazy("plan", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
+    report = add("report", _lazy("show_runs", "report"), "write report.html for one run, or one page for several")
     report.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="where (default: report.html in the first folder)")
-    export = add("export", _lazy("showing", "export"), "write the trained model as a Hugging Face folder")
+    export = add("export", _lazy("show_runs", "export"), "write the trained model as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     export.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hugging Face hub")
     export.add_argument("--public", action="store_true", help="where --push makes a new repository: for all to see")
-    add("config", _lazy("showing", "config"), "show every key of the configuration, its default and what it does")
+    add("config", _lazy("show_runs", "config"), "show every key of the configuration, its default and what it does")
     add("doctor", _lazy("doctor", "doctor"), "show versions, devices, dtypes and bandwidths of this machine")
     return root
 

@@ -10,10 +10,10 @@ from blocktrain.data.corpus import read_documents
 from blocktrain.data.document import Document
 from blocktrain.data.images import ImageConfig, ImageData, ImageRows, open_images
 from blocktrain.data.labelled import LabelledConfig, LabelledData, LabelledRows, open_labelled
-from blocktrain.data.order import RowOrder, share
+from blocktrain.data.shuffle import ShuffledRows, share
 from blocktrain.data.text import TextConfig, TextData, open_text
+from blocktrain.data.token_rows import Span, TokenRows
 from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from blocktrain.data.tokenrows import Span, TokenRows
 
 __all__ = [
     "ByteTokenizer",
@@ -27,7 +27,7 @@ __all__ = [
     "LabelledConfig",
     "LabelledData",
     "LabelledRows",
-    "RowOrder",
+    "ShuffledRows",
     "Span",
     "TextConfig",
     "TextData",

@@ -6,7 +6,7 @@
 
 Packed rows give the model `position_ids` that start again at each conversation. From them `transformers` makes masks
 that let no token see another conversation, in the model's own code and so with its sliding windows; a few
-architectures ignore them, and `train/opening.py` finds out by running which.
+architectures ignore them, and `train/build_task.py` finds out by running which.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from blocktrain.data.bin_packing import best_fit
 from blocktrain.data.cachefolder import cached_folder, default_home
 from blocktrain.data.conversation import messages_of
 from blocktrain.data.document import Document
-from blocktrain.data.fit import best_fit
 from blocktrain.data.records import record_of
 from blocktrain.data.splits import open_sources, splits
 from blocktrain.data.template import ChatTemplate
@@ -38,7 +38,7 @@ IGNORED = -100  # a label that takes no part in the loss, as everywhere in trans
 
 _FORMAT = 1
 
-Layout = Literal["packed", "padded"]
+ChatLayout = Literal["packed", "padded"]
 TooLong = Literal["drop", "truncate"]
 
 
@@ -65,7 +65,7 @@ class ChatConfig:
     tokenizer: str = "bytes"
     template: str | None = None
     row_tokens: int = 512
-    layout: Layout = "packed"
+    layout: ChatLayout = "packed"
     too_long: TooLong = "drop"
     max_conversations: int | None = None
     cache: str | None = None
@@ -143,7 +143,7 @@ class ChatRows:
     """Rows of `row_tokens` tokens over a folder of rendered conversations. Only rows that are asked for are read."""
 
     def __init__(
-        self, folder: Path, *, row_tokens: int, pad: int, layout: Layout = "packed", too_long: TooLong = "drop"
+        self, folder: Path, *, row_tokens: int, pad: int, layout: ChatLayout = "packed", too_long: TooLong = "drop"
     ):
         """Lay the conversations out; raises `DataError` if the folder is damaged or none of them can be learned from.
 
@@ -151,7 +151,7 @@ class ChatRows:
         """
         self.folder = folder
         self.row_tokens = row_tokens
-        self.layout: Layout = layout
+        self.layout: ChatLayout = layout
         self.too_long: TooLong = too_long
         self._pad = pad
         try:

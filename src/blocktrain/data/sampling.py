@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from blocktrain.data.order import RowOrder, share
+from blocktrain.data.shuffle import ShuffledRows, share
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import permutations
 
@@ -74,7 +74,7 @@ class RowPlan:
     rank, ranks: which of how many processes; their number must divide `rows_per_step`.
     """
 
-    def __init__(self, order: RowOrder, sampling: Sampling, *, rows_per_step: int, rank: int = 0, ranks: int = 1):
+    def __init__(self, order: ShuffledRows, sampling: Sampling, *, rows_per_step: int, rank: int = 0, ranks: int = 1):
         self.order = order
         self.sampling = sampling
         self.rows_per_step = rows_per_step

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.data.cachefolder import cached_folder, default_home
-from blocktrain.data.pack import FORMAT, pack
 from blocktrain.data.splits import open_sources, splits
+from blocktrain.data.token_rows import TokenRows
+from blocktrain.data.tokenize import FORMAT, pack
 from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
-from blocktrain.data.tokenrows import TokenRows
 from blocktrain.errors import ConfigError
 
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from blocktrain.chain.resnet import ResNet
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import CheckpointError
-from blocktrain.model.resnet import ResNet
-from blocktrain.report.numerals import flops_text
+from blocktrain.report.format import flops_text
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
-from blocktrain.train.folder import RunFolder
+from blocktrain.train.run_folder import RunFolder
 from blocktrain.units import format_bytes, format_count, format_seconds
 
 CARD = """---

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
-from blocktrain.blocks.block import Partition
-from blocktrain.blocks.partition import Pieces, partition
+from blocktrain.chain.block import Partition
+from blocktrain.chain.partition import Pieces, partition
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from blocktrain.errors import ConfigError
-from blocktrain.events import Event
+from blocktrain.records.log import Event
 from blocktrain.train.config import RunConfig
-from blocktrain.train.folder import RunFolder
+from blocktrain.train.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

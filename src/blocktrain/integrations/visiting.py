@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktrain.blocks.activation import set_modes
+from blocktrain.chain.activation import set_train_modes
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.schedule import Cyclic, Visit
-from blocktrain.units import Pace
+from blocktrain.units import BatchGeometry
 
 _KEYS = {"visit", "visit_step", "param_groups", "blocks"}
-_STEPS_ALONE = Pace(tokens_per_step=1, rows_per_step=1, rows_per_epoch=1)
+_STEPS_ALONE = BatchGeometry(tokens_per_step=1, rows_per_step=1, rows_per_epoch=1)
 
 
 class VisitingOptimizer(torch.optim.Optimizer):
@@ -84,7 +84,7 @@ class VisitingOptimizer(torch.optim.Optimizer):
     def train(self) -> None:
         """Call it after `model.train()`: frozen layers go back to eval mode. The Hugging Face Trainer calls it by
         itself, as it does for schedule-free optimizers."""
-        set_modes(self.blocks.partition, self.visit.block, frozen_dropout=self.blocks.frozen_dropout)
+        set_train_modes(self.blocks.partition, self.visit.block, frozen_dropout=self.blocks.frozen_dropout)
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """As `BlockOptimizer.clip_grad_norm`."""
@@ -116,10 +116,10 @@ class VisitingOptimizer(torch.optim.Optimizer):
         saved = state_dict["blocks"]
         on_host = {
             index: {name: remainder.cpu() for name, remainder in mine.items()}
-            for index, mine in saved["remainders"].items()
+            for index, mine in saved["low_bits"].items()
         }
         self._leave.close()
-        self.blocks.load_state_dict({**saved, "remainders": on_host})
+        self.blocks.load_state_dict({**saved, "low_bits": on_host})
         self.param_groups[0].update(state_dict["param_groups"][0])
         self._enter(state_dict["visit"], step=state_dict["visit_step"])
 
@@ -127,11 +127,11 @@ class VisitingOptimizer(torch.optim.Optimizer):
         """The model's weights were replaced by others, in mid-visit too: masters start anew from them, so that no later
         step brings the old ones back. Moments stay."""
         saved = self.state_dict()
-        remainders = {
+        low_bits = {
             index: {name: torch.zeros_like(remainder) for name, remainder in mine.items()}
-            for index, mine in saved["blocks"]["remainders"].items()
+            for index, mine in saved["blocks"]["low_bits"].items()
         }
-        self.load_state_dict({**saved, "blocks": {**saved["blocks"], "remainders": remainders}})
+        self.load_state_dict({**saved, "blocks": {**saved["blocks"], "low_bits": low_bits}})
 
     # -- visits ---------------------------------------------------------------------------------------------------
 

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.blocks.activation import activate, release
-from blocktrain.blocks.block import Block, Partition
+from blocktrain.chain.activation import activate, release
+from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, ConfigError
-from blocktrain.optim.active import Active
+from blocktrain.optim.active_block import Active
 from blocktrain.optim.decay import Undecayed, norms_and_biases
-from blocktrain.optim.frozen import FrozenWeights
-from blocktrain.optim.in_backward import SAID, require_alone, stepping
-from blocktrain.optim.master import Remainders
+from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory, hidden_matrices
+from blocktrain.optim.frozen_weights import FrozenWeights
+from blocktrain.optim.in_backward import REASON, require_single_process, stepping
+from blocktrain.optim.learning_tail import Tail, moving, require_possible
+from blocktrain.optim.master import LowBits
+from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.recipe import OptimizerChoice, Recipe, hidden_matrices
-from blocktrain.optim.resting import FrozenPlace, OnDevice
 from blocktrain.optim.state import BlockState, Drop, Kept, StateStore, to_host
-from blocktrain.optim.tail import Tail, moving, require_possible
 
 
 class BlockOptimizer:
@@ -43,8 +43,8 @@ class BlockOptimizer:
     state: what becomes of the moments between visits: `Drop()`, `KeepOnHost()`, `KeepOnDisk(folder)`.
     precision: `FP32`; or weights in less and an fp32 master of the active block only: `BF16_EXACT`, `BF16` (masters
         rebuilt at each visit), `INT8`, `NF4` (frozen weights packed, exact masters on the host).
-    frozen: where frozen weights rest, `OnDevice()` or `OnHost()`. Resting weights read as NaN outside of the forward
-        pass: see `block_weights`, `model.state_dict()` and `close`.
+    frozen: where frozen weights rest, `OnDevice()` or `OnHost()`. Offloaded weights read as NaN outside of
+        the forward pass: see `block_weights`, `model.state_dict()` and `close`.
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
@@ -74,9 +74,9 @@ class BlockOptimizer:
         if tail is not None:
             require_possible(tail, partition, precision, frozen)
         if in_backward:
-            require_alone(SAID)
+            require_single_process(REASON)
         self.partition = partition
-        self.recipe = Recipe(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
+        self.factory = OptimizerFactory(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen = frozen
@@ -94,7 +94,7 @@ class BlockOptimizer:
 
     def over(self, partition: Partition) -> BlockOptimizer:
         """One made like this, over another partition (of a copy of the model), that keeps no moments."""
-        (cls, options), others, undecayed = self.recipe.arguments
+        (cls, options), others, undecayed = self.factory.arguments
         ours = {name: getattr(self, name) for name in ("precision", "frozen", "frozen_dropout", "tail", "in_backward")}
         return BlockOptimizer(partition, cls, others=others, undecayed=undecayed, **ours, **options)
 
@@ -107,6 +107,7 @@ class BlockOptimizer:
             raise ConfigError(f"{block} cannot be activated: {self._active.block} still is; leave its visit first")
         if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
+        is_finalizing = sys.is_finalizing  # while the interpreter ends, the module's own names are None
         self._activate(block)
         tail, matrices = self.tail_of(block), hidden_matrices(self.partition)
         try:
@@ -116,7 +117,7 @@ class BlockOptimizer:
             ):
                 yield self
         finally:
-            if not sys.is_finalizing():  # nobody left the visit, and PyTorch makes no tensors any more
+            if not is_finalizing():  # a script that ends inside a visit: PyTorch makes no tensors any more
                 self._retire()
 
     def expect(self, block: Block) -> None:
@@ -129,7 +130,7 @@ class BlockOptimizer:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
         masters = self._frozen.activate(block)
         trained = masters.parameters if masters else block.parameters
-        active = Active(block, trained, self.recipe.build(trained), masters)
+        active = Active(block, trained, self.factory.build(trained), masters)
         for index in block.members:
             if (state := self._kept.take(index)) is not None:
                 active.restore(state)
@@ -145,7 +146,7 @@ class BlockOptimizer:
                 self.store.put(index, active.state(self.partition[index]))
         finally:
             del active  # masters and moments make room for packing
-            self._frozen.rest(block)
+            self._frozen.offload(block)
 
     # -- inside a visit -------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class BlockOptimizer:
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`: a step is taken on tensors without memory."""
-        return self.recipe.state_bytes(block, self.precision.master)
+        return self.factory.state_bytes(block, self.precision.master)
 
     def copy_weights(self, sources: Mapping[str, str]) -> None:
         """Give weights (keys: names) the values of others (values: names), between visits."""
@@ -253,17 +254,17 @@ class BlockOptimizer:
         self._require_between_visits("loading")
         self._frozen.load_weights(self.partition[index], weights)
 
-    def block_remainders(self, index: int) -> Remainders:
+    def block_low_bits(self, index: int) -> LowBits:
         """What the weights of block `index` leave out of its fp32 values (int16); empty where nothing is kept of it."""
         active = self._active
         if active is not None and index in active.block.members and active.masters is not None:
-            return active.masters.remainders(self.partition[index].parameters)
-        return self._frozen.remainders(self.partition[index])
+            return active.masters.low_bits(self.partition[index].parameters)
+        return self._frozen.low_bits(self.partition[index])
 
-    def has_remainders(self, index: int) -> bool:
-        """Whether `block_remainders` would return something, without making it."""
+    def has_low_bits(self, index: int) -> bool:
+        """Whether `block_low_bits` would return something, without making it."""
         is_active = self._active is not None and index in self._active.block.members
-        return self.precision.has_master if is_active else bool(self._frozen.remainders(self.partition[index]))
+        return self.precision.has_master if is_active else bool(self._frozen.low_bits(self.partition[index]))
 
     def close(self) -> None:
         """Give the model back as an ordinary one, every weight awake on its device; the optimizer's work is over."""
@@ -271,11 +272,11 @@ class BlockOptimizer:
         self._frozen.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything beyond the model's weights: position, and each block's state and remainders."""
+        """Everything beyond the model's weights: position, and each block's state and low_bits."""
         return {
             **self.position(),
             "blocks": {at: self.block_state(at) for at in range(len(self.partition)) if self.has_state(at)},
-            "remainders": {block.index: self.block_remainders(block.index) for block in self.partition},
+            "low_bits": {block.index: self.block_low_bits(block.index) for block in self.partition},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -286,7 +287,7 @@ class BlockOptimizer:
         self._kept.load(saved["blocks"], active=saved["active"])
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
-        self._frozen.load_remainders([dict(saved["remainders"].get(block.index, {})) for block in self.partition])
+        self._frozen.load_low_bits([dict(saved["low_bits"].get(block.index, {})) for block in self.partition])
 
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
@@ -299,9 +300,9 @@ def _check(saved: Mapping[str, Any], partition: Partition, precision: Precision)
             f"the saved optimizer has {len(saved['changed_at'])} blocks, this partition {len(partition)}"
         )
     for block in partition:
-        remainders, mid_visit = saved["remainders"].get(block.index, {}), block.index in saved["active"]
+        low_bits, mid_visit = saved["low_bits"].get(block.index, {}), block.index in saved["active"]
         _check_state(block, saved["blocks"].get(block.index, {}))
-        _check_remainders(block, remainders, precision, mid_visit=mid_visit)
+        _check_low_bits(block, low_bits, precision, mid_visit=mid_visit)
 
 
 def _check_state(block: Block, state: BlockState) -> None:
@@ -310,13 +311,13 @@ def _check_state(block: Block, state: BlockState) -> None:
         raise CheckpointError(f"the saved block {block.index} holds '{min(unknown)}', which is not in this block")
 
 
-def _check_remainders(block: Block, remainders: Remainders, precision: Precision, *, mid_visit: bool) -> None:
-    """A block that was active has remainders with any master, another one only where they are kept."""
-    needed = precision.has_master if mid_visit else precision.keeps_remainder
+def _check_low_bits(block: Block, low_bits: LowBits, precision: Precision, *, mid_visit: bool) -> None:
+    """A block that was active has low_bits with any master, another one only where they are kept."""
+    needed = precision.has_master if mid_visit else precision.keeps_low_bits
     expected = block.parameters.keys() if needed else set()
-    if remainders.keys() != expected:
+    if low_bits.keys() != expected:
         raise CheckpointError(
-            f"the saved block {block.index} has remainders of {len(remainders)} parameters, precision "
+            f"the saved block {block.index} has low_bits of {len(low_bits)} parameters, precision "
             f"'{precision.name}' needs {len(expected)}; resume with the precision it was saved with"
         )
 

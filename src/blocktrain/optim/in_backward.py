@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError
-from blocktrain.optim.active import Active
-from blocktrain.optim.recipe import steps_one_by_one
+from blocktrain.optim.active_block import Active
+from blocktrain.optim.factory import steps_parameters_independently
 
-SAID = "in_backward = true steps weights inside the backward pass"
+REASON = "in_backward = true steps weights inside the backward pass"
 
 
-def require_alone(said: str) -> None:
+def require_single_process(said: str) -> None:
     """Raise `ConfigError` where there are several processes, whose gradients are summed before they move anything."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and torch.distributed.get_world_size() > 1:
@@ -39,8 +39,10 @@ def stepping(active: Active) -> Iterator[None]:
     """Inside, every backward pass is a step of `active`'s optimizers; there must be one a step."""
     steps: dict[str, Callable[[Tensor], None]] = {}
     for optimizer in active.optimizers:
-        if not steps_one_by_one(optimizer):
-            raise ConfigError(f"{SAID}, one by one: {type(optimizer).__name__} may not be meant for that; leave it out")
+        if not steps_parameters_independently(optimizer):
+            raise ConfigError(
+                f"{REASON}, one by one: {type(optimizer).__name__} may not be meant for that; leave it out"
+            )
         steps |= {name: partial(_step, active, optimizer, name) for name in active.moved_by(optimizer)}
     active.used = []
     # After the hooks that bring gradients to masters: those were there first.

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from blocktrain.blocks.block import Block
+from blocktrain.chain.block import Block
 from blocktrain.optim.precision import half, join, split
 
-Remainders = dict[str, Tensor]  # int16, on the host
+LowBits = dict[str, Tensor]  # int16, on the host
 
 
 class Masters:
     """What the optimizers move in place of a block's weights, alive during a visit.
 
-    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. remainders:
+    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. low_bits:
     what the weights leave out of their masters; of those that are not named, nothing.
 
     Memory of a bf16 parameter: 4 bytes, and for its gradient 2 bytes with one micro-batch a step (in fp32 for one
     weight at a time), 4 with several. Autograd makes the gradient of all rows; the block's are kept.
     """
 
-    def __init__(self, block: Block, remainders: Remainders):
+    def __init__(self, block: Block, low_bits: LowBits):
         self.block = block
-        self.parameters = {name: nn.Parameter(self._joined(name, remainders.get(name))) for name in block.parameters}
+        self.parameters = {name: nn.Parameter(self._joined(name, low_bits.get(name))) for name in block.parameters}
         self.collected: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
         self._factor: Tensor | None = None  # of all gradients, to be applied when they are widened
         self._hooks: list[RemovableHandle] = [
@@ -110,7 +110,7 @@ class Masters:
             if weight.dtype == torch.bfloat16:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
 
-    def remainders(self, names: Iterable[str]) -> Remainders:
+    def low_bits(self, names: Iterable[str]) -> LowBits:
         """What those of the weights called `names` that have masters leave out of them now; nothing where they are
         fp32."""
         return {
@@ -127,13 +127,13 @@ class Masters:
 
 
 @torch.no_grad()
-def lower(parameters: Mapping[str, nn.Parameter]) -> Remainders:
+def lower(parameters: Mapping[str, nn.Parameter]) -> LowBits:
     """Store `parameters` in bf16 in place; what that leaves out is returned."""
-    remainders = {}
+    low_bits = {}
     for name, parameter in parameters.items():
         if parameter.dtype == torch.bfloat16:
-            remainders[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
+            low_bits[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
         else:
             parameter.data, remainder = split(parameter.data.float())
-            remainders[name] = remainder.cpu()
-    return remainders
+            low_bits[name] = remainder.cpu()
+    return low_bits

@@ -13,7 +13,7 @@ retires (but under `BF16`):
     bf16 half     s eeeeeeee mmmmmmm                    rounded to nearest: what the model computes with
     remainder                        rrrrrrrrrrrrrrrr   signed 16 bits, on the host: master - half, in last places
 
-Together they give the master back bit for bit. (Rebuilding a master from bf16 alone keeps 63 % of the movement at
+ReplicatedBase they give the master back bit for bit. (Rebuilding a master from bf16 alone keeps 63 % of the movement at
 learning rate 1e-6 and 100 steps a visit, as measured on a tool that does so.)
 """
 
@@ -72,7 +72,7 @@ class Precision:
         return self.frozen in ("int8", "nf4")
 
     @property
-    def keeps_remainder(self) -> bool:
+    def keeps_low_bits(self) -> bool:
         """Whether frozen blocks leave on the host what makes their masters exact."""
         return self.has_master and self.remainder == "kept"
 

@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from blocktrain.errors import CheckpointError, storage_errors
-from blocktrain.optim.behind import Behind
+from blocktrain.optim.background_worker import BackgroundWorker
 from blocktrain.runtime import SideStream
 
 BlockState = dict[str, dict[str, Any]]
@@ -127,7 +127,7 @@ class KeepOnDisk:
 
     folder: Path
     kept: set[int] = field(default_factory=set, init=False, repr=False)
-    _behind: Behind = field(default_factory=lambda: Behind("state"), init=False, repr=False)
+    _behind: BackgroundWorker = field(default_factory=lambda: BackgroundWorker("state"), init=False, repr=False)
     _read: dict[int, Future[BlockState]] = field(default_factory=dict, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:

@@ -42,7 +42,10 @@ ENOUGH_ROWS = 4  # in a micro-batch: beyond, kernels are large enough
 MOST_ROWS = 64
 VISIT_STEPS = 100  # of a visit without a cache
 FEWEST_VISIT_STEPS = 25  # with one, whose subset must fit
-HOST_SHARE, DISK_SHARE = 0.5, 0.9  # of what is free, for a prefix cache; as the cache itself takes (prefix/choice.py)
+HOST_SHARE, DISK_SHARE = (
+    0.5,
+    0.9,
+)  # of what is free, for a prefix cache; as the cache itself takes (cache/cost_model.py)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from blocktrain.blocks.piece import Piece as Cut
+from blocktrain.chain.piece import Piece as BoundaryRunner
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
@@ -31,7 +31,7 @@ class Precision:
 
     name: str
     weight: int  # of an active parameter; also the compute dtype's
-    frozen: float  # of a frozen matrix at rest: optim/packing.py
+    frozen: float  # of a frozen matrix at rest: optim/quantize.py
     master: int  # beside the weight, of active parameters
     gradient: int  # of one micro-batch
     summed: int  # of several
@@ -68,7 +68,7 @@ class Layout:
     stage (the paper's Figure 2), so that every card always has something active.
 
     pieces: what a number of blocks is made of, as `[blocks]` takes it.
-    largest: blocks are cut by their size instead of their number (`blocks/piece.py`), smaller than a layer where that
+    largest: blocks are cut by their size instead of their number (`chain/piece.py`), smaller than a layer where that
         is asked for; `blocks` is then how many this makes.
     frozen, state, loss_chunk: as `[memory]` and `[optimizer]` of a run take them.
     """
@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def rests(self) -> bool:
-        """Whether frozen matrices are woken for each run of their layer (`optim/resting.py`)."""
+        """Whether frozen matrices are materialized for each run of their layer (`optim/offloaded_weights.py`)."""
         return self.precision.packed or self.frozen == "host"
 
     @property
@@ -211,7 +211,7 @@ def _cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[Piec
     )
 
 
-def _owned(spec: ModelSpec, cut: Sequence[Cut]) -> Owned:
+def _owned(spec: ModelSpec, cut: Sequence[BoundaryRunner]) -> Owned:
     places = {0: "embedding", spec.layers + 1: "head"}
     sizes = {"embedding": 0, "layers": 0, "head": 0}
     of_parameter: dict[str, int] = {}
@@ -244,7 +244,7 @@ def visits(
 
 @lru_cache(maxsize=4096)
 def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
-    """`balanced` (blocks/balance.py) over the parameters of consecutive layers of a chain, for layers that are alike.
+    """`balanced` (chain/balance.py) over the parameters of consecutive layers of a chain, for layers that are alike.
 
     All blocks but the first, which may hold the embedding, and the last, which may hold the head, share the rest
     evenly; so only how many layers those two take is searched.

@@ -5,7 +5,7 @@ A step is a few moments, of which one is the worst:
     loss        everything kept is alive, and the logits three times over in fp32
     backward    top layer: everything kept    lower: kept memory falls, gradients of the active layers grow; in the
                 lowest one the MLP's gradients come first, when what it kept is gone
-    embedding   all gradients; a tied one's is the head's, which has waited since the loss (model/tied.py)
+    embedding   all gradients; a tied one's is the head's, which has waited since the loss (modules/tied.py)
     update      gradients and moments, no activations
 
 Between these, kept memory and gradients are nearly linear, so no other moment can be much worse.
@@ -137,7 +137,7 @@ class _Step:
         gradients: float = 0.0,
         logits: float = 0.0,
         workspace: float = 0.0,
-        woken: float = 0.0,
+        materialized: float = 0.0,
     ) -> dict[str, float]:
         """gradients: scalars whose gradient this micro-batch has made."""
         there = max(self.active, gradients) if self.several else gradients
@@ -147,7 +147,7 @@ class _Step:
             "logits": logits,
             "workspace": workspace,
         }
-        parts["weights"] += woken
+        parts["weights"] += materialized
         return parts
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
@@ -166,7 +166,7 @@ class _Step:
                 top,
                 gradients=head,
                 workspace=layer_workspace + of_head,
-                woken=awake.tail_running + awake.kept_tail,
+                materialized=awake.tail_running + awake.kept_tail,
             ),
         )
         for moment, below, coming in self._lowest():
@@ -176,21 +176,21 @@ class _Step:
                     self.waiting + below,
                     gradients=head + piece.owned.layers - coming,
                     workspace=layer_workspace + arriving + of_head,
-                    woken=awake.active_running,
+                    materialized=awake.active_running,
                 ),
             )
         if piece.embedding == "active":
             rows = (1 + self.tied) * self.row  # a gradient for each token, and for each row of the table that occurs
             yield (
                 "backward, embedding",
-                self._at(self.waiting, gradients=self.active, workspace=arriving + rows, woken=awake.idle),
+                self._at(self.waiting, gradients=self.active, workspace=arriving + rows, materialized=awake.idle),
             )
-        yield "update", self._at(0.0, gradients=self.active, workspace=self._updating(), woken=awake.idle)
+        yield "update", self._at(0.0, gradients=self.active, workspace=self._updating(), materialized=awake.idle)
         if piece.prefix and self.layout.cache == "off":
             workspace = 2 * self.row + 3 * self.inner
-            yield "prefix", self._at(0.0, workspace=workspace, woken=awake.layer_running)
+            yield "prefix", self._at(0.0, workspace=workspace, materialized=awake.layer_running)
         if piece.embedding == "frozen" and self.layout.cache == "off":
-            yield "embedding", self._at(0.0, workspace=self.row, woken=awake.embedding_running)
+            yield "embedding", self._at(0.0, workspace=self.row, materialized=awake.embedding_running)
 
     def _lowest(self) -> Iterator[tuple[str, float, int]]:
         """(moment, bytes kept, scalars whose gradient is still to come) of the first active layer. Where a block owns
@@ -213,26 +213,40 @@ class _Step:
         matrix = spec.vocabulary * spec.width if trains_projection(spec, self.piece) else 0
         whole_beside_rows = self.piece.owned.cut and not self.tied  # a tied one's is whole in either
         arriving = dtype * matrix if self.several or whole_beside_rows else 0
-        woken = self.awake.head_running + self.awake.kept_tail
+        materialized = self.awake.head_running + self.awake.kept_tail
         if chunk is None:
             logits = spec.vocabulary * self.tokens
-            yield "loss", self._at(kept, logits=12.0 * logits, workspace=self.row, woken=woken)
+            yield "loss", self._at(kept, logits=12.0 * logits, workspace=self.row, materialized=materialized)
             yield (
                 "head backward",
                 self._at(
-                    kept, gradients=head, logits=float(dtype * logits), workspace=2 * self.row + arriving, woken=woken
+                    kept,
+                    gradients=head,
+                    logits=float(dtype * logits),
+                    workspace=2 * self.row + arriving,
+                    materialized=materialized,
                 ),
             )
             return
         logits = spec.vocabulary * min(chunk, self.tokens)
-        yield "loss", self._at(kept, logits=12.0 * logits, workspace=self.row + 4.0 * matrix, woken=woken)
+        yield "loss", self._at(kept, logits=12.0 * logits, workspace=self.row + 4.0 * matrix, materialized=materialized)
         yield (
             "loss, gradients of a chunk",
-            self._at(kept, logits=float(dtype * logits), workspace=self.row + (4.0 + dtype) * matrix, woken=woken),
+            self._at(
+                kept,
+                logits=float(dtype * logits),
+                workspace=self.row + (4.0 + dtype) * matrix,
+                materialized=materialized,
+            ),
         )
         yield (
             "head backward",
-            self._at(kept, gradients=head, workspace=2 * self.row + (2 * dtype - self.gradient) * matrix, woken=woken),
+            self._at(
+                kept,
+                gradients=head,
+                workspace=2 * self.row + (2 * dtype - self.gradient) * matrix,
+                materialized=materialized,
+            ),
         )
 
     def _head_scalars(self) -> int:

@@ -1,5 +1,5 @@
 """The parameters of a decoder by name, shape and order, as transformers registers them: what the cut into blocks
-smaller than a layer goes by (`blocks/piece.py`), and the order in which a step updates."""
+smaller than a layer goes by (`chain/piece.py`), and the order in which a step updates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, cast
 
-from blocktrain.blocks.balance import balanced, balanced_up_to
-from blocktrain.blocks.piece import Piece, modules_apart, pieces_up_to
+from blocktrain.chain.balance import balanced, balanced_up_to
+from blocktrain.chain.piece import Piece, modules_apart, pieces_up_to
 from blocktrain.plan.spec import ModelSpec
 
 
@@ -34,7 +34,7 @@ class Named:
 
 @dataclass(frozen=True, eq=False)
 class Shapes:
-    """Stands for a chain (`model/chain.py`): its layers, and the parameters each of them owns."""
+    """Stands for a chain (`chain/chain.py`): its layers, and the parameters each of them owns."""
 
     layers: tuple[Named, ...]
     owned: tuple[Mapping[str, Shape], ...]

@@ -106,7 +106,7 @@ def _trained_layers(spec: ModelSpec, piece: Piece) -> float:
 
 
 def _visit(spec: ModelSpec, layout: Layout, setting: Setting, stages: tuple[Piece, ...]) -> dict[str, float]:
-    """A step's parts in a visit; the slowest stage sets the pace."""
+    """A step's parts in a visit; the slowest stage sets the geometry."""
     micro_steps = -(-setting.rows // layout.data // layout.micro_rows)
     turns = [_turn(spec, layout, setting, piece) for piece in stages]
     slowest = max(turns, key=lambda turn: sum(turn.values()))
@@ -148,8 +148,8 @@ def _turn(spec: ModelSpec, layout: Layout, setting: Setting, piece: Piece) -> di
 def _waking(
     spec: ModelSpec, layout: Layout, rates: Rates, piece: Piece, *, forward: float, backward: float
 ) -> dict[str, float]:
-    """What resting weights add to a micro-batch. Every layer at rest is woken for its forward pass, and one above the
-    active ones, where it is computed again, for its backward pass. forward, backward: seconds of such a layer."""
+    """What resting weights add to a micro-batch. Every such layer is materialized for its forward pass, and one above
+    the active ones, where it is computed again, for its backward pass. forward, backward: seconds of such a layer."""
     parts = {"unpacking": 0.0, "streaming": 0.0}
     if not layout.rests or layout.blocks == 1:
         return parts

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from blocktrain.report.numerals import Axis
+from blocktrain.report.format import Axis
 
 WIDE, HIGH = 4000, 1000  # whole numbers on this grid are finer than a pixel
 

@@ -9,8 +9,8 @@ from html import escape
 from blocktrain.errors import DataError
 from blocktrain.report.chart import Bar, Dot, Line, Track, line_chart, stacked_bars, values
 from blocktrain.report.figures import MOST_DOTS, figure, part_colour, parts_key, plot, without_start
+from blocktrain.report.format import Axis, count_axis, decimal, flops_axis, flops_text, time_axis
 from blocktrain.report.multiplier import loss_of
-from blocktrain.report.numerals import Axis, count_axis, decimal, flops_axis, flops_text, time_axis
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.report.series import thin

@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from blocktrain.report.chart import Bar, Dot, Line, Span, Track, line_chart, stacked_bars, timeline, values
-from blocktrain.report.numerals import (
+from blocktrain.report.format import (
     Axis,
     alike,
     count_axis,

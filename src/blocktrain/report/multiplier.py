@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blocktrain.report.numerals import decimal
+from blocktrain.report.format import decimal
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.units import format_count

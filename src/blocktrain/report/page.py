@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import cachesection, comparison, figures, memorysection, samples
+from blocktrain.report import cache_section, comparison, figures, memory_section, samples
+from blocktrain.report.format import ABSENT, decimal, percent, plural
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
-from blocktrain.report.numerals import ABSENT, decimal, percent, plural
 from blocktrain.report.palette import style
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
@@ -48,7 +48,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
         part(run, name)
-        for part in (memorysection.section, cachesection.section, samples.section, _evaluations)
+        for part in (memory_section.section, cache_section.section, samples.section, _evaluations)
         for run, name in named
     )
     footer = "".join(_details(run, name) for run, name in named)

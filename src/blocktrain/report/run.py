@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from blocktrain.errors import DataError
-from blocktrain.events import Event, read_events
+from blocktrain.records.log import Event, read_events
 from blocktrain.report.records import (
     BlockInfo,
     Bytes,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from blocktrain.report.figures import figure
-from blocktrain.report.numerals import percent, plural
+from blocktrain.report.format import percent, plural
 from blocktrain.report.records import Sample
 from blocktrain.report.run import RunRecord
 

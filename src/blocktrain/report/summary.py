@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.report.cache import totals
-from blocktrain.report.numerals import ABSENT, alike, decimal, flops_text, format_small, percent, seconds_text
+from blocktrain.report.format import ABSENT, alike, decimal, flops_text, format_small, percent, seconds_text
 from blocktrain.report.records import Bytes
 from blocktrain.report.run import RunRecord
 from blocktrain.units import format_bytes, format_count, format_seconds
@@ -254,7 +254,7 @@ def _flops_rows(add: Add, summaries: Sequence[Summary]) -> None:
 def _cache_rows(add: Add) -> None:
     """What the prefix cache held and did, where a visit was cached."""
     add("prefix cache", _of("cache_places"), ", ".join)
-    add("  stored as", _stored_as, str)
+    add("  stored as", _tensors_behind, str)
     add("  stored at most", _of("cache_bytes"), format_bytes)
     add("  rows asked for", _of("cache_rows"), format_count)
     add("  found stored", _of("cache_hit_rate"), percent)
@@ -276,7 +276,7 @@ def _saved(item: Summary) -> str | None:
     return flops_text(item["flops_saved"]) + ("" if share is None else f", {percent(share)}")
 
 
-def _stored_as(item: Summary) -> str | None:
+def _tensors_behind(item: Summary) -> str | None:
     if item["cache_dtypes"] is None:
         return None
     error = item["cache_encoding_error"]

@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from blocktrain.blocks.block import Block, Partition
+from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, storage_errors
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.master import Remainders
+from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision, join, split
 from blocktrain.optim.state import BlockState, decode_state, encode_state
 from blocktrain.train.progress import Progress
@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class CheckpointHeader:
     """What a checkpoint holds beside tensors."""
 
     progress: Progress
@@ -72,7 +72,7 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-class Trained(Protocol):
+class CheckpointSource(Protocol):
     """What is saved of the blocks: a `BlockOptimizer`, or those of several processes put together (`layout.py`)."""
 
     @property
@@ -101,16 +101,16 @@ class Trained(Protocol):
         """The optimizer's."""
         ...
 
-    def has_remainders(self, index: int) -> bool:
-        """Whether there are `block_remainders`."""
+    def has_low_bits(self, index: int) -> bool:
+        """Whether there are `block_low_bits`."""
         ...
 
-    def block_remainders(self, index: int) -> Remainders:
+    def block_low_bits(self, index: int) -> LowBits:
         """What the weights leave out."""
         ...
 
 
-def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: Trained) -> list[int]:
+def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: CheckpointSource) -> list[int]:
     """Indices of those whose tensors `save_checkpoint` at `step` will ask for, in this order: not all of their files
     can be linked to the newest checkpoint's in `folder`."""
     existing = checkpoints(folder)
@@ -124,7 +124,9 @@ def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: T
     ]
 
 
-def save_checkpoint(folder: Path, saved: Saved, *, partition: Partition, trained: Trained, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, saved: CheckpointHeader, *, partition: Partition, trained: CheckpointSource, keep: int
+) -> Path:
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
     ones as they were when there is no room. One that is there already is left: the same step is the same state."""
     target = _place(folder, saved.progress.step)
@@ -165,7 +167,7 @@ def logged_bytes(path: Path) -> int:
     return _read_manifest(path)["log_bytes"]
 
 
-def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> Saved:
+def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> CheckpointHeader:
     """Put a checkpoint's tensors into the model and the optimizer; raises `CheckpointError` before touching them
     when any file is missing, damaged, or of another model."""
     manifest = _read_manifest(path)
@@ -177,37 +179,37 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
     files, active = manifest["files"], manifest["optimizer"]["active"]
     for name, entry in files.items():
         _verify(path / name, entry)
-    states, remainders = {}, {}
+    states, low_bits = {}, {}
     with torch.no_grad():
         for block in partition:
             state = f"state-{block.index}.safetensors"
             if state in files:
                 states[block.index] = decode_state((path / state).read_bytes())
-            needed = optimizer.precision.has_master if block.index in active else optimizer.precision.keeps_remainder
-            weights, remainders[block.index] = _read_block(path, block.index, files, remainders=needed)
+            needed = optimizer.precision.has_master if block.index in active else optimizer.precision.keeps_low_bits
+            weights, low_bits[block.index] = _read_block(path, block.index, files, low_bits=needed)
             optimizer.load_block_weights(block.index, weights)
-        optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "remainders": remainders})
+        optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "low_bits": low_bits})
         if "buffers.safetensors" in files:
             buffers = dict(partition.model.named_buffers())
             for name, value in load_file(path / "buffers.safetensors").items():
                 buffers[name].copy_(value)
-    return Saved(
+    return CheckpointHeader(
         progress=Progress.from_json(manifest["progress"]), log_bytes=manifest["log_bytes"], data=manifest["data"]
     )
 
 
 def _read_block(
-    path: Path, index: int, files: Mapping[str, Any], *, remainders: bool
-) -> tuple[dict[str, Tensor], Remainders]:
+    path: Path, index: int, files: Mapping[str, Any], *, low_bits: bool
+) -> tuple[dict[str, Tensor], LowBits]:
     """A block's weights and what they leave out of its fp32 values. Where it was saved in another precision, these
-    values are put together and, if there are to be `remainders`, split anew: not a bit is lost."""
+    values are put together and, if there are to be `low_bits`, split anew: not a bit is lost."""
     name = f"remainder-{index}.safetensors"
     weights = load_file(path / f"weights-{index}.safetensors")
     kept = load_file(path / name) if name in files else {}
-    if bool(kept) == remainders:
+    if bool(kept) == low_bits:
         return weights, kept
     exact = {name: join(value, kept[name]) if name in kept else value.float() for name, value in weights.items()}
-    if not remainders:
+    if not low_bits:
         return exact, {}
     parts = {name: split(value) for name, value in exact.items()}
     return {name: part for name, (part, _) in parts.items()}, {name: left for name, (_, left) in parts.items()}
@@ -225,7 +227,7 @@ class _Previous:
     files: Mapping[str, Any]
 
 
-def _previous(existing: list[Path], partition: Partition, trained: Trained) -> _Previous | None:
+def _previous(existing: list[Path], partition: Partition, trained: CheckpointSource) -> _Previous | None:
     if not existing:
         return None
     try:
@@ -238,7 +240,7 @@ def _previous(existing: list[Path], partition: Partition, trained: Trained) -> _
 
 
 def _write_files(
-    folder: Path, partition: Partition, trained: Trained, previous: _Previous | None
+    folder: Path, partition: Partition, trained: CheckpointSource, previous: _Previous | None
 ) -> dict[str, dict[str, Any]]:
     """Write or link every file; returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
@@ -255,14 +257,14 @@ def _write_files(
     return entries
 
 
-def _is_linked(name: str, block: Block, trained: Trained, previous: _Previous | None) -> bool:
+def _is_linked(name: str, block: Block, trained: CheckpointSource, previous: _Previous | None) -> bool:
     """Whether the checkpoint before has this very file of a block."""
     if previous is None or name not in previous.files:
         return False
     return previous.changed_at[block.index] == trained.changed_at[block.index]
 
 
-def _contents(block: Block, trained: Trained) -> dict[str, Callable[[], bytes]]:
+def _contents(block: Block, trained: CheckpointSource) -> dict[str, Callable[[], bytes]]:
     """File name -> its bytes, made only when they must be written."""
     index = block.index
     contents = {
@@ -272,8 +274,8 @@ def _contents(block: Block, trained: Trained) -> dict[str, Callable[[], bytes]]:
     }
     if trained.has_state(index):
         contents[f"state-{index}.safetensors"] = lambda: encode_state(trained.block_state(index) or {})
-    if trained.has_remainders(index):
-        contents[f"remainder-{index}.safetensors"] = lambda: save(trained.block_remainders(index))
+    if trained.has_low_bits(index):
+        contents[f"remainder-{index}.safetensors"] = lambda: save(trained.block_low_bits(index))
     return contents
 
 

@@ -13,21 +13,21 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from blocktrain.blocks.checkpointing import Boundaries
-from blocktrain.blocks.partition import Balance, Pieces
+from blocktrain.cache.cost_model import PrefixConfig
+from blocktrain.chain.checkpointing import Boundaries
+from blocktrain.chain.load import ModelConfig
+from blocktrain.chain.partition import Balance, Pieces
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
-from blocktrain.dist.parallel import DistributedConfig
 from blocktrain.errors import ConfigError
-from blocktrain.model.kernels import Kernels
-from blocktrain.model.load import ModelConfig
+from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.learning_rate import LearningRate
+from blocktrain.optim.learning_tail import Rule, Tail
 from blocktrain.optim.precision import Moments, preset
-from blocktrain.optim.tail import Rule, Tail
-from blocktrain.prefix.choice import PrefixConfig
+from blocktrain.parallel.data_parallel import DistributedConfig
 from blocktrain.schedule import Cyclic, Span
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
@@ -108,7 +108,7 @@ class OptimizerConfig:
         there at a time. Needs whole batches, and no clipping.
     tail: how what lies above the active block learns, without moments and inside the backward pass: "sgd", normalised,
         or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
-    tail_share: the share of `lr` that a tail weight moves by; twice that where it is orthogonalised.
+    tail_share: the share of `lr` that a tail weight moves by; twice that where it is orthogonalized.
     """
 
     name: str = "AdamW"
@@ -321,21 +321,22 @@ class RunConfig:
 
     def _check_layout(self) -> None:
         """What layers or weights that are shared out do not go with."""
-        layout, in_parts = self.distributed.layout, self.distributed.layout == "shards"
+        layout, is_sharded = self.distributed.layout, self.distributed.layout == "shards"
         found = {
-            "precision": self.precision not in (("fp32", "bf16-exact") if in_parts else ("fp32", "bf16", "bf16-exact")),
+            "precision": self.precision
+            not in (("fp32", "bf16-exact") if is_sharded else ("fp32", "bf16", "bf16-exact")),
             "model.grown_layers": self.model.grown_layers != "drawn",
             "memory.frozen": self.memory.frozen != "device",
             "schedule.span": self.schedule.span != "block",
             "optimizer.tail": self.optimizer.tail != "none",
             "optimizer.in_backward": self.optimizer.in_backward,
-            "optimizer.name": in_parts and self.optimizer.name in ("Muon", "Adafactor"),
-            "optimizer.state": in_parts and self.optimizer.state == "disk",
-            "memory.loss_chunk": in_parts and self.memory.loss_chunk is not None,
-            "optimizer.moments": in_parts and self.optimizer.moments != "fp32",
-            "evaluation.generate": in_parts and self.evaluation.generate > 0,
-            "batch.micro_rows": in_parts and self.batch.micro_rows == "auto",
-            "distributed.reduce_dtype": not in_parts and self.distributed.reduce_dtype != "fp32",
+            "optimizer.name": is_sharded and self.optimizer.name in ("Muon", "Adafactor"),
+            "optimizer.state": is_sharded and self.optimizer.state == "disk",
+            "memory.loss_chunk": is_sharded and self.memory.loss_chunk is not None,
+            "optimizer.moments": is_sharded and self.optimizer.moments != "fp32",
+            "evaluation.generate": is_sharded and self.evaluation.generate > 0,
+            "batch.micro_rows": is_sharded and self.batch.micro_rows == "auto",
+            "distributed.reduce_dtype": not is_sharded and self.distributed.reduce_dtype != "fp32",
         }
         for key in (key for key, wrong in found.items() if wrong):
             value = reduce(getattr, key.split("."), self)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from blocktrain.chain.resnet import ResNet
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
-from blocktrain.model.resnet import ResNet
 from blocktrain.optim.precision import BF16_EXACT, join, preset
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
-from blocktrain.train.folder import RunFolder
-from blocktrain.train.job import Job, build
+from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.schema import to_mapping
 
 
@@ -42,17 +42,17 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
         memory=replace(config.memory, frozen="device"),
         precision=_unpacked(config.precision),
     )
-    job = build(config, folder.path)
-    load_checkpoint(found[-1], job.partition, job.optimizer)
-    _restore_masters(job)
+    context = build(config, folder.path)
+    load_checkpoint(found[-1], context.partition, context.optimizer)
+    _restore_masters(context)
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            _save_model(job, temporary)
-            if job.tokenizer is not None:
-                job.tokenizer.save(temporary)
+            _save_model(context, temporary)
+            if context.tokenizer is not None:
+                context.tokenizer.save(temporary)
             if also is not None:
                 also(temporary)
             if out.exists():
@@ -70,23 +70,23 @@ def _unpacked(name: str) -> str:
 
 
 @torch.no_grad()
-def _restore_masters(job: Job) -> None:
-    half = {name: parameter.data for name, parameter in job.partition.whole.parameters.items()}
-    for name, parameter in job.partition.whole.parameters.items():
+def _restore_masters(context: TrainingContext) -> None:
+    half = {name: parameter.data for name, parameter in context.partition.whole.parameters.items()}
+    for name, parameter in context.partition.whole.parameters.items():
         parameter.data = half[name].float()
-    for block in job.partition:
-        for name, remainder in job.optimizer.block_remainders(block.index).items():
+    for block in context.partition:
+        for name, remainder in context.optimizer.block_low_bits(block.index).items():
             mine = block.part(name, half[name])
             block.part(name, block.parameters[name].data).copy_(join(mine, remainder.to(mine.device)))
 
 
-def _save_model(job: Job, folder: Path) -> None:
-    if isinstance(job.model, ResNet):
-        tensors = {name: value.contiguous() for name, value in job.model.state_dict().items()}
+def _save_model(context: TrainingContext, folder: Path) -> None:
+    if isinstance(context.model, ResNet):
+        tensors = {name: value.contiguous() for name, value in context.model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(to_mapping(job.config.model)))
+        (folder / "config.json").write_text(json.dumps(to_mapping(context.config.model)))
         return
-    pretrained: Any = job.model
+    pretrained: Any = context.model
     if hasattr(pretrained.config, "use_cache"):
         pretrained.config.use_cache = True  # training kept no keys and values; who generates does
     pretrained.cpu().save_pretrained(folder)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blocktrain.dist.ranks import Ranks
+from blocktrain.parallel.ranks import Ranks
 
 Batch = Mapping[str, Tensor]
 
@@ -109,7 +109,7 @@ class Task:
                 correct += int((output.logits.argmax(-1) == batch["labels"]).sum())
         if idle:  # sharded weights are gathered by all ranks together, so all run the model equally often
             model(**to_device(self.validation.batch([0]), device))
-        told = ranks.gather([correct, sum(weights), *losses, *[0.0] * idle])
+        told = ranks.all_gather([correct, sum(weights), *losses, *[0.0] * idle])
         correct, weight = (int(sum(theirs[at] for theirs in told)) for at in (0, 1))
         loss = math.fsum(loss for theirs in told for loss in theirs[2:]) / weight
         if self.classes is not None:

@@ -1,1 +1,0 @@
-"""What blocktrain is compared with: the same configuration, data, events and evaluation, another method."""

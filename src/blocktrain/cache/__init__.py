@@ -1,0 +1,1 @@
+"""The prefix cache: stores, ledger, encodings and its cost model."""

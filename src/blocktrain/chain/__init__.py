@@ -1,0 +1,1 @@
+"""A model as a chain of layers, cut into blocks."""

@@ -1,0 +1,80 @@
+"""Making one block active: which parameters want gradients, which layers behave as in training.
+
+    frozen prefix            active block             frozen tail
+    no gradients             weight gradients         activation gradients only
+    no saved activations     saved activations        saved activations
+    eval mode                train mode               eval mode
+
+Frozen layers run in eval mode: dropout does nothing there (so that the prefix puts out the same values each time
+and can be stored), and a frozen BatchNorm neither moves its running statistics nor depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.checkpointing import disable_hf_checkpointing, restore_hf_checkpointing
+from blocktrain.modules.tied import share_gradients, unshare_gradients
+
+
+def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
+    """Freeze every block but `block`. The backward pass then stops by itself at the block's first layer.
+
+    frozen_dropout: let dropout act in frozen layers too (a prefix cache is then refused).
+
+    Until `release`, Hugging Face's activation checkpointing, if on, is ours (see `checkpointing.py`), and a tied weight
+    that is active has one gradient at a time (see `modules/tied.py`).
+    """
+    unshare_gradients(partition.model)
+    disable_hf_checkpointing(partition)
+    _let_inputs_be_plain(partition)
+    active = {id(parameter) for parameter in block.parameters.values()}
+    for parameter in partition.model.parameters():
+        parameter.requires_grad_(id(parameter) in active)
+    share_gradients(partition.model)
+    set_train_modes(partition, block, frozen_dropout=frozen_dropout)
+
+
+def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
+    """Train mode for the active layers, eval mode for the others; call again after `model.train()` or `.eval()`."""
+    partition.model.train(frozen_dropout)
+    if frozen_dropout:
+        for module in partition.model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+    for module in block.modules():
+        module.train()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards each has the mode it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def release(partition: Partition) -> None:
+    """Freeze everything and leave no gradient behind."""
+    for parameter in partition.model.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    unshare_gradients(partition.model)
+    restore_hf_checkpointing(partition)
+
+
+def _let_inputs_be_plain(partition: Partition) -> None:
+    """Hugging Face makes the embedding's output require a gradient whenever activation checkpointing is switched on.
+    Reentrant checkpointing needs that; here it would differentiate the frozen prefix, and save its activations."""
+    for module in partition.model.modules():
+        if getattr(module, "_require_grads_hook", None) is not None:
+            module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]

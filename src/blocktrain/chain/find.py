@@ -1,0 +1,58 @@
+"""From any model to its chain: who knows how this model is cut?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from blocktrain.chain.chain import Chain
+from blocktrain.chain.huggingface import huggingface_chain, is_huggingface
+from blocktrain.chain.resnet import ResNet
+from blocktrain.errors import PartitionError
+
+
+def find_chain(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = None) -> Chain:
+    """The layer chain of `model`, which is left as it is.
+
+    layers: `{layer name: [dotted module paths]}` in forward order, for a model this function does not know or
+        cuts otherwise than wanted; together they must hold every parameter.
+
+    Without `layers` the model must be a Hugging Face decoder or encoder, an `nn.Sequential` or a `ResNet` of this
+    package; `PartitionError` otherwise.
+    """
+    if layers is not None:
+        return Chain.of_modules(model, layers)
+    if isinstance(model, ResNet):
+        return Chain.of_modules(model, model.layers())
+    if isinstance(model, nn.Sequential):
+        return Chain.of_modules(model, _children_with_parameters(model))
+    if is_huggingface(model):
+        return huggingface_chain(model)
+    raise PartitionError(
+        f"the layers of {type(model).__name__} are not known (it is no Hugging Face transformer, nn.Sequential or "
+        'ResNet); name them in forward order: layers={"first": ["dotted.path"], ...}'
+    )
+
+
+def _children_with_parameters(model: nn.Sequential) -> Mapping[str, Sequence[str]]:
+    """One layer a child that has parameters; one without (ReLU, Flatten) joins the layer before it, or the first.
+
+    >>> _children_with_parameters(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    {'1': ['0', '1', '2'], '3': ['3']}
+    """
+    layers: dict[str, list[str]] = {}
+    waiting: list[str] = []  # children before the first parameter
+    for name, child in model._modules.items():  # named_children would hide the second use of a shared child
+        if child is None:
+            continue
+        if next(child.parameters(), None) is not None:
+            layers[name] = [*waiting, name]
+            waiting = []
+        elif layers:
+            layers[next(reversed(layers))].append(name)
+        else:
+            waiting.append(name)
+    if not layers:
+        raise PartitionError("this nn.Sequential has no parameters: there is nothing to train in it")
+    return layers

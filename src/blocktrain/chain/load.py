@@ -1,0 +1,201 @@
+"""Models from a configuration: a Hugging Face architecture built from its own settings, a folder or hub name, or a
+CIFAR ResNet. Remote code is never run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from blocktrain.chain.resnet import resnet
+from blocktrain.errors import ConfigError, first_line, nearest
+from blocktrain.runtime import is_out_of_memory, may_be_on_hub
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained.
+
+    architecture: a `model_type` of transformers ("gpt2", "llama", "qwen3", ...) built with `config`, or "resnet20".
+    path: instead, a folder or hub name that `from_pretrained` takes.
+    weights: "pretrained" loads the weights found at `path`; "random" only its configuration.
+    config: settings of the architecture's configuration class (`n_layer = 6`, ...); unknown names are errors.
+    zero_residuals: each layer begins as the identity: the last matrix of each residual branch is zero. Until a visit
+        has trained something of it, a layer is then left out of training steps, which changes nothing but their cost.
+    grown_layers: what such a layer is when a visit first reaches it: as it was "drawn", or "copied" from a layer that
+        an earlier visit has reached, if there is one, the last matrices zero all the same.
+    """
+
+    architecture: str | None = None
+    path: str | None = None
+    weights: Literal["pretrained", "random"] = "pretrained"
+    config: dict[str, Any] = field(default_factory=dict)
+    zero_residuals: bool = False
+    grown_layers: Literal["drawn", "copied"] = "drawn"
+
+    def __post_init__(self) -> None:
+        if (self.architecture is None) == (self.path is None):
+            raise ConfigError("give either architecture = '...' or path = '...'")
+        if self.zero_residuals and self.path is not None and self.weights == "pretrained":
+            raise ConfigError(
+                f"zero_residuals = true would throw away what the weights at '{self.path}' have learned; leave it out, "
+                "or set weights = 'random'"
+            )
+        if self.grown_layers == "copied" and not self.zero_residuals:
+            raise ConfigError(
+                "grown_layers = 'copied' is for layers that begin as the identity: set zero_residuals = true"
+            )
+        if self.zero_residuals and _depth_of_resnet(self.architecture) is not None:
+            raise ConfigError(f"zero_residuals = true is for transformers, not for '{self.architecture}'; leave it out")
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    vocab_size: int | None = None,
+    row_tokens: int | None = None,
+    classes: Sequence[str] | None = None,
+    pad_token: int | None = None,
+) -> nn.Module:
+    """The model on the CPU in fp32; random weights come from torch's global generator.
+
+    vocab_size: of the tokenizer; the default of an architecture built here, and checked against the model's.
+    row_tokens: sequence length, checked against the model's positions.
+    classes: names of what is told apart; the model then has a head for them, over texts where there is a vocabulary,
+        over images where there is none. Without classes it predicts tokens.
+    pad_token: what texts are filled up with; a decoder looks for the last token before it.
+    """
+    depth = _depth_of_resnet(config.architecture)
+    if depth is not None:
+        return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
+    model = _hugging_face(config, vocab_size, classes)
+    _check_fit(model, vocab_size, row_tokens)
+    settings: Any = cast(Any, model.config).get_text_config()
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False  # of keys and values, for generation; with one, packed rows are not told apart
+    if classes is not None and getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = pad_token
+    return model
+
+
+def _depth_of_resnet(architecture: str | None) -> int | None:
+    match = re.fullmatch(r"resnet-?(\d+)", architecture or "")
+    return int(match.group(1)) if match else None
+
+
+def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn.Module:
+    if num_classes is None:
+        raise ConfigError(f"'resnet{depth}' classifies images; give [images]")
+    known = ("num_classes", "shortcut")
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"unknown key 'model.config.{key}' for 'resnet{depth}'; {nearest(key, known)}")
+    outputs = settings.get("num_classes", num_classes)
+    if not isinstance(outputs, int) or outputs < num_classes:
+        raise ConfigError(f"model.config.num_classes = {outputs!r}, but the images have {num_classes} classes")
+    return resnet(depth, outputs, shortcut=settings.get("shortcut"))
+
+
+def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
+    from transformers import AutoConfig
+
+    cls, head = _auto_class(vocab_size, classes)
+    if config.architecture is not None:
+        settings = _architecture_settings(config.architecture, config.config, vocab_size)
+        settings.update(head)
+        return _of_architecture(cls, settings, config.architecture)
+    path, folder = str(config.path), Path(str(config.path)).expanduser()
+    if folder.is_dir():
+        path = str(folder)
+    elif not may_be_on_hub(path):
+        raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
+    try:
+        if config.weights == "random":
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
+            return _of_architecture(cls, settings, path)
+        return cls.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config, **head
+        )
+    except SafetensorError as error:
+        raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path '{path}' cannot be loaded: {first_line(error)}") from error
+
+
+def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
+    """The class of transformers for what the model is to predict, and the settings of its head."""
+    import transformers
+
+    if classes is None:
+        return transformers.AutoModelForCausalLM, {}
+    names = dict(enumerate(classes))
+    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if vocab_size is None:
+        return transformers.AutoModelForImageClassification, head
+    return transformers.AutoModelForSequenceClassification, head
+
+
+def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
+    """Random weights, and the attention that transformers chooses: sdpa, but where an architecture needs its scores
+    (Gemma 2 caps them, BLOOM adds ALiBi) its own."""
+    if type(settings) not in cls._model_mapping:
+        what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
+        kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
+        raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
+    try:
+        return cls.from_config(settings).float()
+    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # values that do not go together
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"[model.config] makes no '{name}': {first_line(error)}") from error
+
+
+def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if name not in CONFIG_MAPPING_NAMES:
+        raise ConfigError(f"model.architecture '{name}' is unknown; {_near_architecture(name, CONFIG_MAPPING_NAMES)}")
+    default = AutoConfig.for_model(name)
+    known = {*default.to_dict(), *default.attribute_map}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key 'model.config.{key}' for architecture '{name}'; {nearest(key, known)}")
+    settings = dict(given)
+    if vocab_size is not None and "vocab_size" in known:
+        settings.setdefault("vocab_size", vocab_size)
+    # Special tokens of the architecture's default vocabulary lie outside a small one; they play no part in training.
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = getattr(default, key, None)
+        if isinstance(token, int) and key not in settings and token >= settings.get("vocab_size", token + 1):
+            settings[key] = None
+    return AutoConfig.for_model(name, **settings)
+
+
+def _near_architecture(name: str, known: Any) -> str:
+    hint = nearest(name, known)
+    return (
+        hint if hint.startswith("did") else "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
+    )
+
+
+def _check_fit(model: nn.Module, vocab_size: int | None, row_tokens: int | None) -> None:
+    settings: Any = model.config
+    vocabulary = getattr(settings, "vocab_size", None)
+    if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
+        raise ConfigError(
+            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
+            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
+        )
+    positions = getattr(settings, "max_position_embeddings", None)
+    if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
+        raise ConfigError(
+            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
+            f"set row_tokens = {positions} or less"
+        )

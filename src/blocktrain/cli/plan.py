@@ -1,0 +1,261 @@
+"""The commands that work before anything is rented: `plan`, `calibrate`. `plan` imports no PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from blocktrain.cli.show_plan import as_json, show
+from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest, storage_errors
+from blocktrain.plan.comparison import alternatives, nearest_change
+from blocktrain.plan.configure import HEAD, toml, train_config
+from blocktrain.plan.cost import Multiplier, find_multiplier
+from blocktrain.plan.fit import Candidate, Request, Room, fit, room_on
+from blocktrain.plan.hardware import (
+    GIB,
+    THIS_MACHINE,
+    Hardware,
+    Price,
+    Rates,
+    achievable,
+    calibration_file,
+    load_calibration,
+    load_hardware,
+)
+from blocktrain.plan.layout import METHODS, find_precision
+from blocktrain.plan.outcome import Outcome
+from blocktrain.plan.presets import find_model
+from blocktrain.plan.shapes import cut_up_to
+from blocktrain.plan.spec import ModelSpec
+from blocktrain.units import Dollars, format_bytes, parse_span, parse_tokens
+
+
+def plan(options: argparse.Namespace) -> int:
+    """`blocktrain plan --model NAME --tokens 10B --seq 2048 --gpu rtx4090 --gpus 8`."""
+    hardware = load_hardware(options.hardware)
+    request, price = request_of(options, hardware)
+    found = fit(request)
+    best = found.candidates[0] if found.candidates else None
+    outcome = Outcome(
+        request=request,
+        fit=found,
+        price=price,
+        alternatives=alternatives(request, hardware, best),
+        change=nearest_change(request, hardware) if best is None else None,
+        assumed=hardware.assumed,
+    )
+    if options.out is not None:
+        _write_config(options.out, request, best)
+    if options.html is not None:
+        from blocktrain.report.planpage import plan_page
+
+        with storage_errors(options.html):
+            options.html.write_text(plan_page(outcome), encoding="utf-8")
+    verified = _verify(request, best) if options.verify and best is not None else None
+    if options.json:
+        json.dump(as_json(outcome, verified), sys.stdout, indent=1)
+        print()
+    else:
+        show(outcome, Console(), verified)
+        for path, what in ((options.out, "configuration"), (options.html, "page")):
+            if path is not None:
+                print(f"{what}  {path}")
+    return 0
+
+
+def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request, Price | None]:
+    """The request that the options make, and the price it is reckoned with; raises `ConfigError` for bad input."""
+    spec = find_model(options.model)
+    for name in ("seq", "gpus", "nodes", "rows", "cache_epochs"):
+        _positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    if spec.family == "gpt2" and options.seq > spec.positions:
+        raise ConfigError(f"--seq {options.seq} is longer than the {spec.positions} positions of {spec.name}")
+    rates, room = _machine(options, hardware)
+    if options.gpu.lower() == THIS_MACHINE and options.gpus * options.nodes > 1:
+        raise ConfigError("this-machine is one device; leave out --gpus and --nodes")
+    precision = None if options.precision == "auto" else find_precision(options.precision).name
+    if precision is not None and find_precision(precision).weight not in rates.matmul_flops:
+        raise ConfigError(f"'{options.gpu}' has no fast {precision} products; use --precision fp32")
+    cards = options.gpus * options.nodes
+    rows = max(options.rows, cards)
+    price = _price(options, hardware)
+    return Request(
+        spec=spec,
+        card=options.gpu.lower(),
+        cards=cards,
+        tokens=parse_tokens(options.tokens),
+        seq=options.seq,
+        rows=rows,
+        rates=rates,
+        room=room,
+        usd_per_hour=None if price is None else price.usd_per_hour,
+        methods=_methods(options.method),
+        blocks=_blocks(options.blocks, spec.layers + 2),
+        pieces=options.pieces,
+        largest=_largest(options, spec),
+        precision=precision,
+        moments=_chosen(options.moments),
+        state=_chosen(options.state),
+        frozen=_chosen(options.frozen),
+        checkpointing=_chosen(options.checkpointing),
+        loss_chunk=_loss_chunk(options.loss_chunk),
+        cache=_chosen(options.cache),
+        cards_per_node=options.gpus,
+        overlap=hardware.assumed.overlap,
+        cache_epochs=options.cache_epochs,
+        multiplier=_multiplier(options.multiplier),
+        budget=Dollars.parse(options.budget) if options.budget else None,
+        deadline=parse_span(options.deadline) if options.deadline else None,
+    ), price
+
+
+def _positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{flag} must be at least 1, not {value}")
+
+
+def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Room]:
+    assumed = hardware.assumed
+    host = options.host_memory or assumed.host_memory_gib_per_card
+    disk = options.disk or assumed.disk_gib_per_node
+    if options.gpu.lower() == THIS_MACHINE:
+        here = load_calibration()
+        return here.rates, room_on(here.memory_bytes_total / GIB, 0.0, host, disk, fragmentation=assumed.fragmentation)
+    card = hardware.card(options.gpu)
+    room = room_on(card.memory_gib, assumed.reserve_gib, host, disk, fragmentation=assumed.fragmentation)
+    return achievable(card, hardware), room
+
+
+def _price(options: argparse.Namespace, hardware: Hardware) -> Price | None:
+    from blocktrain.plan.hardware import Origin
+
+    if options.price is None:
+        return hardware.price(options.gpu.lower(), options.provider)
+    usd = Dollars.parse(options.price).amount
+    return Price(usd_per_hour=usd, provider="--price", origin=Origin(kind="given", source="--price", date="now"))
+
+
+def _methods(text: str) -> tuple[Any, ...]:
+    names = METHODS if text == "all" else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(f"method '{name}' is unknown; {nearest(name, [*METHODS, 'all'])}")
+    return names
+
+
+def _blocks(text: str, most: int) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= most:
+        raise ConfigError(f"--blocks must be 'auto' or a number from 1 to {most} (the model's layers), not '{text}'")
+    return int(text)
+
+
+def _chosen(text: str) -> Any:
+    return None if text == "auto" else text
+
+
+def _largest(options: argparse.Namespace, spec: ModelSpec) -> int | None:
+    if options.largest is None:
+        return None
+    if options.blocks != "auto":
+        raise ConfigError("give --blocks or --largest, not both")
+    if options.pieces != "layers":
+        raise ConfigError("--pieces says what a number of blocks is made of; --largest takes layers apart by itself")
+    if options.gpus * options.nodes > 1:
+        raise ConfigError("blocks cut by their size are planned on one card: leave out --gpus and --nodes")
+    try:
+        cut_up_to(spec, options.largest)
+    except PartitionError as error:
+        raise ConfigError(f"--largest: {error}") from None
+    return options.largest
+
+
+def _loss_chunk(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text == "off":
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--loss-chunk must be 'auto', 'off' or a number of tokens, not '{text}'")
+    return int(text)
+
+
+def _multiplier(text: str) -> Multiplier:
+    """By name or number, or measured: the folder of a comparison holds the run folders of both methods."""
+    folder = Path(text)
+    if not folder.is_dir():
+        return find_multiplier(text)
+    from blocktrain.report.multiplier import multipliers
+    from blocktrain.report.run import RunRecord
+
+    runs = [RunRecord.load(path.parent) for path in sorted(folder.glob("*/run.json"))]
+    measured = multipliers(runs, [run.header.name for run in runs]) if runs else []
+    found = [item for item in measured if item.value is not None]
+    if not found:
+        raise ConfigError(f"no run in '{folder}' came down to the loss of a full run there, so no multiplier is known")
+    best = min(found, key=lambda item: item.value or 0.0)
+    return Multiplier(value=float(best.value or 0.0), source=f"measured, {best.bcd} in {folder}")
+
+
+def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
+    if best is None:
+        raise ConfigError(f"nothing fits, so there is no configuration to write to '{path}'")
+    if path.exists():
+        raise StorageError(f"'{path}' exists already; choose another name for --out")
+    head = HEAD.format(
+        model=request.spec.name,
+        blocks=best.layout.blocks,
+        card=request.card,
+        peak=format_bytes(best.memory.peak),
+        step=f"{best.step.seconds:.3g} s",
+    )
+    with storage_errors(path):
+        path.write_text(toml(train_config(request, best), head), encoding="utf-8")
+
+
+def _verify(request: Request, best: Candidate) -> float:
+    """Peak bytes of the best layout by the tracker, on fake tensors."""
+    from blocktrain.train.verify_plan import tracked_peak
+
+    if best.layout.cards > 1:
+        raise ConfigError("--verify follows the step of one card; plan with --gpus 1")
+    micro_steps = min(3, -(-request.rows // best.layout.micro_rows))  # a fourth is like the third
+    return float(max(tracked_peak(request.spec, best.layout, seq=request.seq, micro_steps=micro_steps).values()))
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """`blocktrain calibrate`: measure this machine and store its rates."""
+    from blocktrain.plan.calibrate import measure
+
+    found = measure()
+    path = calibration_file()
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        json.dump({**asdict(found), "stored": str(path)}, sys.stdout, indent=1)
+        print()
+        return 0
+    console = Console()
+    rates = found.rates
+    for name, value in (
+        ("device", found.device),
+        *((f"products, {'fp32' if size == 4 else 'bf16'}", f"{rate / 1e9:.1f} GFLOP/s")
+          for size, rate in rates.matmul_flops.items()),
+        ("attention, fp32", f"{rates.attention_flops[4] / 1e9:.1f} GFLOP/s"),
+        ("elementwise kernels", f"{rates.memory_bytes / 1e9:.2f} GB/s"),
+        ("a small kernel", f"{rates.kernel_seconds * 1e6:.1f} us"),
+        ("AdamW, fused", f"{rates.update_scalars / 1e6:.0f} M parameters/s"),
+        ("host to device", f"{rates.host_link_bytes / 1e9:.2f} GB/s"),
+        ("disk", f"{rates.disk_bytes / 1e9:.2f} GB/s"),
+    ):  # fmt: skip
+        console.print(f"{name:22} {value}", highlight=False)
+    console.print(f"\nstored in {path}; plan with --gpu this-machine", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,86 @@
+"""What `compare` prints at its end: how the methods stand, beside the figures of each run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from decimal import Decimal
+from pathlib import Path
+
+from rich.console import Console
+
+from blocktrain.cli.show_runs import figures_of, show_runs
+from blocktrain.compare.compare import Trial
+from blocktrain.errors import ConfigError
+from blocktrain.plan.hardware import load_hardware
+from blocktrain.report.comparison_table import comparison_rows, comparison_table
+from blocktrain.report.report import write_report
+from blocktrain.report.run import RunRecord
+
+MOST_COLUMNS = 3  # runs whose figures a terminal shows side by side
+
+
+def price_of_card(name: str) -> Decimal:
+    """Dollars for an hour of one card."""
+    hardware = load_hardware()
+    price = hardware.price(hardware.card(name).name)
+    if price is None:
+        raise ConfigError(f"no provider in the hardware file has a price for '{name}'; choose another --card")
+    return price.usd_per_hour
+
+
+def show_comparison(
+    folders: Sequence[Path],
+    page: Path,
+    trials: Sequence[Trial],
+    *,
+    card: str | None,
+    usd_per_hour: Decimal | None,
+    as_json: bool,
+) -> None:
+    """Write the report and `comparison_rows.json` beside it; print both, or the same figures as JSON."""
+    runs = [RunRecord.load(folder) for folder in folders]
+    best = {page.parent / trial.folder: trial.method for trial in trials}
+    found = comparison_rows(runs, [best[folder] for folder in folders], usd_per_hour=usd_per_hour)
+    told = {
+        "comparison_rows": [asdict(item) for item in found],
+        "trials": [asdict(trial) for trial in trials],
+        "card": card,
+    }
+    page.with_name("comparison_rows.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        write_report(folders, page)
+        json.dump({**figures_of(runs, page), **told}, sys.stdout, indent=1)
+        print()
+        return
+    console = Console()
+    if len(runs) <= MOST_COLUMNS:
+        show_runs(folders, page, as_json=False)
+    else:
+        write_report(folders, page)
+        console.print(f"\nreport  {page}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(comparison_table(found, card=card))
+    for line in _searched(trials):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _searched(trials: Sequence[Trial]) -> list[str]:
+    """For each method of a search: its rates and the spread of its seeds."""
+    lines = []
+    for name in dict.fromkeys(trial.method for trial in trials):
+        mine = [trial for trial in trials if trial.method == name]
+        if len(mine) == 1:
+            continue
+        rates = {trial.lr: trial.loss for trial in mine if trial.seed == mine[0].seed}
+        tried = ", ".join(f"{lr:g}: " + ("diverged" if loss is None else f"{loss:.4f}") for lr, loss in rates.items())
+        best = min((trial for trial in mine if trial.loss is not None), key=lambda trial: trial.loss or 0.0)
+        seeds = [trial.loss for trial in mine if trial.lr == mine[-1].lr and trial.loss is not None]
+        spread = (
+            f"; {len(seeds)} seeds {statistics.mean(seeds):.4f} +- {statistics.stdev(seeds):.4f}" if seeds[1:] else ""
+        )
+        lines.append(f"{name}: loss by learning rate {tried}; best {best.lr:g}{spread}")
+    return lines

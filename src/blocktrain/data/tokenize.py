@@ -1,0 +1,99 @@
+"""Tokenising documents once, into one long run of tokens on disk.
+
+tokens.bin        | doc 0 ... eos | doc 1 eos | doc 2 ........ eos |    uint16, or uint32 for a large vocabulary
+documents.arrow   id and first token of every document
+meta.json         counts, and which tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from blocktrain.data.document import Document
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.errors import DataError
+
+FORMAT = 1  # part of every cache's key: raise it when the layout changes
+
+DOCUMENTS = pa.schema([("id", pa.string()), ("start", pa.int64())])
+
+_BATCH_CHARACTERS = 2**21  # handed to the tokenizer at once; it needs about 100 bytes of memory a token
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedMeta:
+    """What a packed folder holds; `tokens` counts the end-of-document ones, `text_bytes` is UTF-8 without them."""
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    documents: int
+    tokens: int
+    text_bytes: int
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The type of one token in `tokens.bin`."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+
+def pack(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> TokenizedMeta:
+    """Tokenise `documents` into the new folder `folder`, a few megabytes at a time.
+
+    Errors of writing stay `OSError`, for the caller who knows what the folder is; a document that is not valid text
+    raises `DataError`.
+    """
+    folder.mkdir()
+    counts = {"documents": 0, "tokens": 0, "text_bytes": 0}
+    empty = TokenizedMeta(
+        tokenizer=tokenizer.name, tokenizer_fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, **counts
+    )
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        pa.OSFile(str(folder / "documents.arrow"), "wb") as file,
+        pa.ipc.new_file(file, DOCUMENTS) as table,
+    ):
+        for batch in _batches(documents):
+            counts["text_bytes"] += sum(_text_bytes(document) for document in batch)
+            encoded = [
+                np.append(ids, tokenizer.eos).astype(empty.dtype)
+                for ids in tokenizer.encode([document.text for document in batch])
+            ]
+            lengths = [len(ids) for ids in encoded]
+            starts = counts["tokens"] + np.cumsum([0, *lengths[:-1]])
+            # Not ndarray.tofile: its error on a full disk does not say that the disk is full.
+            tokens.write(np.concatenate(encoded).data)
+            table.write_batch(pa.record_batch([[document.id for document in batch], starts], schema=DOCUMENTS))
+            counts["documents"] += len(batch)
+            counts["tokens"] += sum(lengths)
+    meta = TokenizedMeta(**{**asdict(empty), **counts})
+    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
+    return meta
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _text_bytes(document: Document) -> int:
+    try:
+        return len(document.text.encode())
+    except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is no character
+        raise DataError(
+            f"document '{document.id}' has half of a surrogate pair at character {error.start}, which is not text"
+        ) from error

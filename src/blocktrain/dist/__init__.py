@@ -1,1 +1,0 @@
-"""Several processes: who is who, what they add up, and whether they still agree."""

@@ -1,0 +1,1 @@
+"""Counting without running: copies of a model without memory, tracked bytes, FLOPs."""

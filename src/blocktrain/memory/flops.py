@@ -1,0 +1,172 @@
+"""Counted FLOPs and counted saved activations: the truth that the closed form in `cost.py` is tested against.
+
+A multiply-add is two FLOPs; matrix products, convolutions and attention count, elementwise work does not (the
+convention of `torch.utils.flop_counter`, whose formulas these are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from blocktrain.errors import ConfigError, nearest
+from blocktrain.memory.fake import fake_copy
+from blocktrain.modules.recompute import Recomputed, weighing
+from blocktrain.modules.wrap import wrappers_of
+
+aten = torch.ops.aten
+
+
+def _grouped_mm_flops(left, right, *_args, out_shape=None, **_kwargs) -> int:
+    """(M, K) x (G, K, N), each row in one group; or, for a weight gradient, (M, K) x (K, N) with K cut into groups."""
+    return 2 * left[-2] * left[-1] * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
+
+
+def _attention_flops(query, key, value, *_args, out_shape=None, **_kwargs) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(grad_out, query, key, value, *_args, out_shape=None, **_kwargs) -> int:
+    return sdpa_backward_flop_count(grad_out, query, key, value)
+
+
+# What FlopCounterMode leaves out in PyTorch 2.13: attention on a CPU, and the experts of a mixture.
+UNCOUNTED = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._grouped_mm: _grouped_mm_flops,
+}
+
+
+def flop_counter() -> FlopCounterMode:
+    """A silent `FlopCounterMode` that also counts what it leaves out by itself."""
+    return FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+
+
+def count_flops(fn: Callable[[], object]) -> int:
+    """FLOPs of everything `fn` runs, backward passes and recomputation included."""
+    with flop_counter() as counter:
+        fn()
+    return counter.get_total_flops()
+
+
+def output_loss(output: Any) -> Tensor:
+    """The loss a model computes itself when its batch holds labels."""
+    return output.loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """One forward and backward pass."""
+
+    flops: int
+    saved_bytes: int  # held between the two, beside parameters and buffers, and then for one layer computed again
+
+
+class StepCounter:
+    """FLOPs of one forward and backward pass of `model` over `batch`, by which parameters are trained.
+
+    batch: keyword arguments of the forward call, on the model's device. loss: from the model's output to a scalar.
+
+    Counts on a copy without memory: the model's gradients, `requires_grad` flags, buffers and random numbers stay as
+    they are. The model is counted as it stands when the counter is made: in train mode attention dropout takes another
+    kernel on a CPU (whose backward counts 2 forwards instead of 2.5), and activation checkpointing recomputes.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: Callable[[Any], Tensor] = output_loss):
+        self._fake = fake_copy(model)
+        self._batch = dict(batch)
+        self._loss = loss
+        self._parameters = dict(self._fake.model.named_parameters(remove_duplicate=False))
+
+    def forward(self) -> int:
+        """FLOPs of a forward pass alone."""
+        with torch.no_grad():
+            return self._count(lambda: self._fake.model(**self._batch))
+
+    def full(self) -> int:
+        """FLOPs of a step that trains every parameter."""
+        return self.training(self._parameters)
+
+    def training(self, names: Collection[str]) -> int:
+        """FLOPs of a step that trains exactly the parameters called `names`; a tied one under any of its names."""
+        return self.measure(names).flops
+
+    def measure(self, names: Collection[str]) -> StepCost:
+        """FLOPs of that step, and the bytes its forward pass keeps for the backward pass.
+
+        Layers that are computed again (see `recompute.py`) keep their inputs, and in the backward pass one layer at a
+        time what it keeps without: the bytes are those inputs and the largest layer.
+        """
+        unknown = [name for name in names if name not in self._parameters]
+        if unknown:
+            raise ConfigError(
+                f"{type(self._fake.model).__name__} has no parameter '{unknown[0]}'; "
+                f"{nearest(unknown[0], self._parameters)}"
+            )
+        trained = {id(self._parameters[name]) for name in names}
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(id(parameter) in trained and parameter.is_floating_point())
+        there = (*self._parameters.values(), *self._fake.model.buffers())
+        kept = 0
+
+        def step() -> None:
+            nonlocal kept
+            losses: list[Tensor] = []
+            kept = saved_bytes(lambda: losses.append(self._loss(self._fake.model(**self._batch))), excluding=there)
+            losses[0].backward()
+
+        try:
+            with torch.enable_grad():
+                flops = self._count(step)
+                return StepCost(flops=flops, saved_bytes=kept + self._largest_recomputed(there))
+        finally:
+            self._fake.model.zero_grad(set_to_none=True)
+
+    def _largest_recomputed(self, there: Sequence[Tensor]) -> int:
+        """The most bytes that one recomputed module keeps beside what goes into it; 0 where none is recomputed."""
+        if not any(
+            isinstance(around, Recomputed) for module in self._fake.model.modules() for around in wrappers_of(module)
+        ):
+            return 0
+        largest = 0
+
+        def weigh(run: Callable[[], Any], inputs: list[Tensor]) -> Any:
+            nonlocal largest
+            outputs: list[Any] = []
+            largest = max(largest, saved_bytes(lambda: outputs.append(run()), excluding=(*there, *inputs)))
+            return outputs[0]
+
+        with self._fake.running(), weighing(weigh):
+            self._fake.model(**self._batch)
+        return largest
+
+    def _count(self, fn: Callable[[], object]) -> int:
+        with self._fake.running():
+            return count_flops(fn)
+
+
+def saved_bytes(fn: Callable[[], object], *, excluding: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for the backward pass while `fn` runs a forward pass.
+
+    Each storage counts once and whole, however many views of it are saved; storages of `excluding` (the model's
+    parameters and buffers, which are there anyway) do not count. Works on real and on fake tensors. Of a layer under
+    activation checkpointing these are its inputs: what its backward pass will compute again is not kept.
+    """
+    there = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in excluding}
+    saved: dict[int, torch.UntypedStorage] = {}  # holds the storages, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in there:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(storage.nbytes() for storage in saved.values())

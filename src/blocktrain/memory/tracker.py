@@ -1,0 +1,152 @@
+"""Peak memory by part, of real tensors and of fake ones: what was alive at the worst moment, and whose it was.
+
+    storages   a |-----------------------|          weights, labelled before
+               b      |--------|                    activations: what nobody labels
+               c           |-----------|            born as a temporary, labelled `gradients` later: that all its life
+                            ^ peak = a + b + c
+
+A dispatch mode sees every tensor an operation returns and learns by a weak reference when its storage dies, as
+PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` does; both find the same peak to the byte, on real and
+on fake tensors (`tests/memory/test_tracker.py`). Why not MemTracker itself (found by running it, PyTorch 2.13):
+
+- It registers a gradient hook on each parameter of a module it meets, and fails where one is frozen
+  ("cannot register a hook on a tensor that doesn't require gradient"): `requires_grad` must be set on all of them.
+- A second forward pass of the same model is an error until `reset_mod_stats()`.
+- Its kinds are fixed: frozen and active weights are both `Parameter`, a master and logits both `Activation`; a master's
+  gradient, which a hook makes from the weight's, is `Temp`.
+- It walks over every module it has met at every operation: a step of a fake 12-layer Llama takes it 3.4 s of processor
+  time, this file 0.5 s, the step alone 0.4 s.
+
+Neither sees what never is a tensor: the workspace inside a kernel (cuBLAS, attention on a CPU), what the allocator
+rounds up or keeps (a GPU's blocks of 512 bytes), and storages resized behind PyTorch's back. Fake tensors of another
+device than this machine has are no help: autograd ends the process ("not linked with support for cuda devices"), so
+a plan made without a GPU runs on fake CPU tensors, and what will be on the host is told apart by its label.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from blocktrain.modules.dispatch import EagerDispatchMode
+
+HOST = "host"  # not counted: it lies in another memory than the one that is to be fitted
+UNLABELLED = "activations"
+LOGITS = "logits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The worst moment: bytes by part then, beside them what was kept on the host at the same time, and the operation
+    whose result made it the worst."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    operation: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """One storage's life, in ticks of the tracker's clock."""
+
+    bytes: int
+    part: str
+    birth: int
+
+
+class MemoryTracker(EagerDispatchMode):
+    """Use as a context manager around what is to be measured; `peak()` afterwards, or at any time.
+
+    logits_width: the size of the vocabulary; what an operation returns with this last dimension, and nobody labels,
+        counts as logits (their softmax and gradient too, which are of the same size).
+
+    What existed before counts from the moment it is labelled. Storages count whole and once, however many tensors look
+    at them. On a GPU use `torch.cuda.max_memory_allocated`, which knows the allocator; this tells the parts.
+    """
+
+    def __init__(self, *, logits_width: int | None = None):
+        super().__init__()
+        self.logits_width = logits_width
+        self.bytes = 0  # alive now, without the host
+        self._live: dict[int, _Allocation] = {}  # by the address of the storage
+        self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._clock = 0
+        self._operation = ""
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Look for the worst moment from now on."""
+        self._peak_bytes, self._peak_at, self._peak_operation = self.bytes, self._clock, self._operation
+        self._buried: list[_Allocation] = []  # alive at the peak, dead since
+
+    def label(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Say whose `tensors` are, from their birth on: the last label holds. What is on the `host` is so from now on,
+        and what it was until now has died."""
+        for tensor in tensors:
+            allocation = self._see(tensor, part)
+            if part == HOST and allocation.part != HOST:
+                self._bury(tensor.untyped_storage()._cdata)
+                self._see(tensor, HOST)
+            elif allocation.part != HOST:
+                allocation.part = part
+        self._note_peak()
+
+    def peak(self) -> Peak:
+        """The worst moment so far, its parts by the labels known now; the largest part first."""
+        parts: dict[str, int] = {}
+        alive = [allocation for allocation in self._live.values() if allocation.birth <= self._peak_at]
+        for allocation in (*alive, *self._buried):
+            parts[allocation.part] = parts.get(allocation.part, 0) + allocation.bytes
+        host = parts.pop(HOST, 0)
+        largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
+        return Peak(parts=largest_first, host_bytes=host, operation=self._peak_operation)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._operation = str(func)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                is_logits = leaf.dim() > 0 and leaf.shape[-1] == self.logits_width
+                self._see(leaf, LOGITS if is_logits else UNLABELLED)
+        self._note_peak()
+        return result
+
+    def _see(self, tensor: Tensor, part: str) -> _Allocation:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        allocation = self._live.get(key)
+        if allocation is None:
+            self._clock += 1
+            allocation = self._live[key] = _Allocation(storage.nbytes(), part, self._clock)
+            self._watch[key] = weakref.ref(storage, lambda _: self._bury(key))
+            if part != HOST:
+                self.bytes += allocation.bytes
+        elif allocation.bytes != storage.nbytes():  # resized
+            if allocation.part != HOST:
+                self.bytes += storage.nbytes() - allocation.bytes
+            allocation.bytes = storage.nbytes()
+        return allocation
+
+    def _bury(self, key: int) -> None:
+        self._clock += 1
+        allocation = self._live.pop(key)
+        del self._watch[key]
+        if allocation.part != HOST:
+            self.bytes -= allocation.bytes
+        if allocation.birth <= self._peak_at:
+            self._buried.append(allocation)
+
+    def _note_peak(self) -> None:
+        if self.bytes > self._peak_bytes:
+            self.reset_peak()

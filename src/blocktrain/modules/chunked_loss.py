@@ -1,0 +1,253 @@
+"""Cross-entropy of a language model without its logits: head and loss, some tokens at a time.
+
+    hidden (B, T, d) -> [lm_head] -> logits (B, T, V) -> scale, soft cap -> shift, flatten -> cross-entropy
+                                     not computed        noted              by the model      in chunks of tokens
+
+At a vocabulary of 128k, 4 x 1024 tokens have 2 GiB of fp32 logits, and a loss holds them three times over. Here the
+head hands out a stand-in that knows its hidden states. The model's own code does with it what it does with logits
+(Gemma caps, Cohere scales, transformers shifts labels and divides by `num_items_in_batch`), and only the cross-entropy
+at its end computes them, chunk by chunk, with their gradients at once: nothing is computed twice, and no chunk's logits
+outlive it. A model that does anything else with its logits is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from blocktrain.errors import ConfigError
+from blocktrain.modules.wrap import standing_in, wrap_forward
+
+PROBE_TOKENS = 7  # at a time: more than one chunk
+
+Head = Callable[[Tensor], Tensor]
+
+_WAY_OUT = "leave loss_chunk out, or call the model outside of chunked_loss"
+
+
+@contextmanager
+def chunked_loss(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Inside, `model(**batch).loss` of a Hugging Face causal LM is computed `tokens` tokens at a time.
+
+    Loss and gradients are the model's own up to rounding: sums over chunks are taken in fp32, in another order.
+    `output.logits` is a stand-in (`whole_logits` computes them), and the loss cannot be differentiated twice.
+
+    Raises `ConfigError` for a model without an output layer, and at its first step for one that does more with its
+    logits than scale, cap and hand them to the cross-entropy.
+    """
+    if tokens < 1:
+        raise ConfigError(f"the loss cannot be computed {tokens} tokens at a time; give 1 or more")
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} has no output layer over a vocabulary; {_WAY_OUT}")
+    remove = wrap_forward(head, _Deferring(head, tokens))
+    try:
+        yield
+    finally:
+        remove()
+
+
+def whole_logits(logits: Any) -> Tensor:
+    """The logits of a model's output, computed now if `chunked_loss` left them out."""
+    return logits.whole() if isinstance(logits, DeferredLogits) else logits
+
+
+@torch.no_grad()
+def check_chunked(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Run `batch` (with labels) once, with a chunked loss; `ConfigError` where the model cannot have one."""
+    with chunked_loss(model, PROBE_TOKENS):
+        try:
+            output = model(**batch)
+        except (NotDeferredError, TypeError) as error:
+            raise ConfigError(f"the loss of {type(model).__name__} cannot be computed in chunks: {error}") from error
+    if not isinstance(output.logits, DeferredLogits):
+        raise ConfigError(f"the logits of {type(model).__name__} are not what its output layer puts out; {_WAY_OUT}")
+
+
+class NotDeferredError(ConfigError, AttributeError):
+    """Something needs the logits themselves."""
+
+    def __init__(self, what: str):
+        super().__init__(f"'{what}' needs logits, which a loss in chunks of tokens never has in one piece; {_WAY_OUT}")
+
+
+class _Deferring:
+    """Runs around the output layer: puts it off."""
+
+    def __init__(self, module: nn.Module, tokens: int):
+        self.module = module
+        self.tokens = tokens
+
+    def __call__(self, run: Head, hidden: Tensor) -> DeferredLogits:
+        trained = tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        return DeferredLogits(
+            hidden, partial(_later, self.module, dict(self.module._parameters), run), trained, self.tokens
+        )
+
+
+def _later(module: nn.Module, weights: Mapping[str, Any], run: Head, hidden: Tensor) -> Tensor:
+    """With the weights that `module` held when it was put off."""
+    with standing_in(module, weights):
+        return run(hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Logits that have not been computed: of `hidden` (..., d) through `head`, then through each of `then`."""
+
+    hidden: Tensor
+    head: Head
+    trained: tuple[nn.Parameter, ...]  # the head's parameters that want gradients
+    chunk: int  # tokens at a time
+    then: tuple[Head, ...] = ()
+
+    def cross_entropy(self, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+        """Of (tokens, V) logits and int64 (tokens,) targets: the sum, or the mean over targets not ignored (0-d)."""
+        if self.hidden.dim() != 2 or reduction not in ("mean", "sum"):
+            raise NotDeferredError(f"cross_entropy of shape {tuple(self.hidden.shape[:-1])}, reduction {reduction}")
+        count = (target != ignore_index).sum() if reduction == "mean" else target.new_ones(())
+
+        def loss_of(part: slice, hidden: Tensor) -> Tensor:
+            loss = F.cross_entropy(self._through(hidden), target[part], ignore_index=ignore_index, reduction="sum")
+            return loss / count
+
+        if not torch.is_grad_enabled():
+            return _ChunkedSum.apply(loss_of, self.chunk, self.hidden.detach())
+        return _ChunkedSum.apply(loss_of, self.chunk, self.hidden, *self.trained)
+
+    def whole(self) -> Tensor:
+        """The logits (..., V) after all."""
+        return self._through(self.hidden)
+
+    def _through(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        for operation in self.then:
+            logits = operation(logits)
+        return logits
+
+    # -- what models do with their logits -------------------------------------------------------------------------
+
+    def __mul__(self, scale: float) -> DeferredLogits:
+        return self._then(lambda logits: logits * scale)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scale: float) -> DeferredLogits:
+        return self._then(lambda logits: logits / scale)
+
+    def tanh(self) -> DeferredLogits:
+        """As a soft cap needs it."""
+        return self._then(torch.tanh)
+
+    def float(self) -> DeferredLogits:
+        """In fp32 from here on."""
+        return self._then(Tensor.float)
+
+    def to(self, *where: Any, **how: Any) -> DeferredLogits:
+        """In another precision or on another device from here on."""
+        return self._then(lambda logits: logits.to(*where, **how))
+
+    def contiguous(self) -> DeferredLogits:
+        """They will be."""
+        return self
+
+    def view(self, *shape: int) -> DeferredLogits:
+        """Flattened to (tokens, V), the only other shape they have."""
+        if len(shape) != 2 or shape[0] not in (-1, self.hidden.shape[:-1].numel()):
+            raise NotDeferredError(f"view{shape}")
+        return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> DeferredLogits:
+        """Some of the tokens, the whole vocabulary: `[..., :-1, :]`."""
+        parts = index if isinstance(index, tuple) else (index,)
+        to_the_end = Ellipsis in parts or len(parts) == self.hidden.dim()
+        cut = to_the_end and parts[-1] not in (slice(None), Ellipsis)
+        if cut or not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+            raise NotDeferredError(f"logits[{index}]")
+        return replace(self, hidden=self.hidden[index])
+
+    @property
+    def device(self) -> torch.device:
+        """Where they would be."""
+        return self.hidden.device
+
+    def _then(self, operation: Head) -> DeferredLogits:
+        return replace(self, then=(*self.then, operation))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotDeferredError(name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """PyTorch calls this where one of its functions is given deferred logits."""
+        kwargs = dict(kwargs or {})
+        logits, *others = args
+        if function is torch.tanh:
+            return logits.tanh()
+        if function is F.cross_entropy and isinstance(logits, DeferredLogits):
+            for name in ("weight", "label_smoothing", "size_average", "reduce"):
+                value = kwargs.pop(name, None)
+                if isinstance(value, Tensor) or value:
+                    raise NotDeferredError(f"cross_entropy with {name}")
+            return logits.cross_entropy(*others, **kwargs)
+        raise NotDeferredError(getattr(function, "__name__", str(function)))
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sum over chunks of tokens of `loss_of(part, hidden[part])`, gradients taken at once, chunk by chunk.
+
+    Gradients of `trained` are summed over the chunks in fp32 and rounded to each parameter's own precision once; what
+    the loss is multiplied with afterwards is applied to the rounded ones. Room: (V, d) in fp32 and once more while a
+    chunk's share is added, then once, in the parameter's precision, until the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss_of: Callable[[slice, Tensor], Tensor], chunk: int, hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
+        """(tokens, d) hidden states to the loss (0-d)."""
+        ctx.wanted = [tensor.requires_grad for tensor in (hidden, *trained)]
+        of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None  # (tokens, d)
+        of_trained = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+
+        def add(part: slice) -> Tensor:
+            """A chunk's loss. Its gradients die here: the next one's (V, d) are not made beside them."""
+            piece = hidden[part].detach().requires_grad_(hidden.requires_grad)
+            loss = loss_of(part, piece)
+            if any(ctx.wanted):
+                inputs = [piece, *trained] if of_hidden is not None else [*trained]
+                gradients = list(torch.autograd.grad(loss, inputs))
+                if of_hidden is not None:
+                    of_hidden[part] = gradients.pop(0)
+                for total, gradient in zip(of_trained, gradients, strict=True):
+                    total.add_(gradient)
+            return loss.detach()
+
+        # What a chunk saves is read at once: no concern of hooks that count, offload or compute again.
+        with torch.set_grad_enabled(any(ctx.wanted)), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            losses = [add(slice(start, start + chunk)) for start in range(0, len(hidden), chunk)]
+        kept = [total.to(parameter.dtype) for total, parameter in zip(of_trained, trained, strict=True)]
+        ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *kept)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Scale what was taken in the forward pass."""
+        gradients = [grad_outputs[0] * gradient for gradient in ctx.saved_tensors]
+        return None, None, *(gradients.pop(0) if wanted else None for wanted in ctx.wanted)

@@ -1,0 +1,127 @@
+"""How a block's torch.optim optimizers are made: one class, its options, which parameters it takes and decays."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from blocktrain.chain.block import Block, Partition
+from blocktrain.errors import ConfigError
+from blocktrain.modules.dispatch import EagerDispatchMode
+from blocktrain.optim.adamw8bit import AdamW8bit
+from blocktrain.optim.decay import Undecayed, undecayed_ids
+from blocktrain.optim.precision import Moments
+
+OptimizerChoice = tuple[type[torch.optim.Optimizer], dict[str, Any]]  # class, keyword arguments
+
+
+class OptimizerFactory:
+    """Makes the optimizers of any set of a partition's parameters.
+
+    choice: class and options. others: the same for parameters that this class cannot take (`torch.optim.Muon` takes the
+    2-D weights of the hidden layers only); None is AdamW with the same rate and decay. undecayed: see `decay.py`.
+    moments: `8bit` keeps AdamW's in 8 bits.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        choice: OptimizerChoice,
+        others: OptimizerChoice | None,
+        undecayed: Undecayed,
+        moments: Moments = "fp32",
+    ):
+        self.arguments = (choice, others, undecayed)  # as they were given, to make the same for another partition
+        shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
+        self.choice = _with_moments(choice, moments)
+        self.others = _with_moments(others or (torch.optim.AdamW, shared), moments)
+        alone = undecayed_ids(partition.model, undecayed)
+        self._undecayed = {
+            name for block in partition for name, parameter in block.parameters.items() if id(parameter) in alone
+        }
+        self._matrices = hidden_matrices(partition) if issubclass(choice[0], torch.optim.Muon) else None
+
+    def build(
+        self, trained: Mapping[str, nn.Parameter], *, without: Collection[str] = ()
+    ) -> list[torch.optim.Optimizer]:
+        """One optimizer over `trained`, or two where the class takes matrices only; `without` some of its options."""
+        taken = {name: p for name, p in trained.items() if self._matrices is None or name in self._matrices}
+        rest = {name: p for name, p in trained.items() if name not in taken}
+        optimizers = []
+        for (cls, options), mine in ((self.choice, taken), (self.others, rest)):
+            if mine:
+                kept = {key: value for key, value in options.items() if key not in without}
+                optimizers.append(cls(self._groups(cls, mine), **kept))
+        return optimizers
+
+    def state_bytes(self, block: Block, master: torch.dtype | None) -> int:
+        """Bytes of the state that optimizers of `block` will have: a step is taken on tensors without memory."""
+        trained = {
+            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=master or p.dtype, device="meta"))
+            for name, p in block.parameters.items()
+        }
+        optimizers = self.build(trained, without=("fused", "foreach", "capturable"))
+        step_without_memory(optimizers)
+        states = [entries for optimizer in optimizers for entries in optimizer.state.values()]
+        return sum(value.nbytes for entries in states for value in entries.values() if torch.is_tensor(value))
+
+    def _groups(self, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """Parameters with and without weight decay."""
+        if "weight_decay" not in inspect.signature(cls).parameters:
+            return [{"params": list(mine.values())}]
+        decayed = [p for name, p in mine.items() if name not in self._undecayed]
+        plain = [p for name, p in mine.items() if name in self._undecayed]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+
+def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
+    """AdamW's two averages in 8 bits if so asked. Muon and SGD keep one buffer, as it is."""
+    cls, options = choice
+    if moments == "fp32" or cls in (AdamW8bit, torch.optim.Muon, torch.optim.SGD):
+        return choice
+    if cls is not torch.optim.AdamW:
+        raise ConfigError(f"8-bit moments are there for AdamW, not for {cls.__name__}; take moments='fp32' with it")
+    return AdamW8bit, options
+
+
+def hidden_matrices(partition: Partition) -> set[str]:
+    """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
+    return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
+
+
+def steps_parameters_independently(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves each parameter by its own gradient and state alone, so that it can be taken in parts.
+
+    True of the classes of `torch.optim`; another may count its steps once for a whole group.
+    """
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
+
+
+def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Take a step on parameters of the meta device: the state it leaves has the shapes of a real one."""
+    with meta_scalars_read_as_one():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+
+
+def meta_scalars_read_as_one() -> AbstractContextManager[object]:
+    """Inside, a step without memory may read a number out of a tensor (Adafactor its norm, ASGD its rate): any will
+    do. Numbers in real tensors are read as they are."""
+    return _MetaScalarsReadAsOne()
+
+
+class _MetaScalarsReadAsOne(EagerDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
+            return 1.0
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,135 @@
+"""Weights in 8 or 4 bits while nothing computes with them, and back.
+
+    int8   symmetric, one bf16 scale for 128 weights: 8.125 bits a weight
+    nf4    NormalFloat4, the 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA, appendix E), one bf16
+           scale for 64 weights, two codes a byte, the first in the high half: 4.25 bits a weight
+
+Groups run over the flattened weight; the last one is padded with zeros. A weight comes back as its code times its
+group's scale, computed in fp32 and rounded once, so every device and kernel gives the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocktrain.optim.precision import Format
+
+INT8_GROUP, NF4_GROUP = 128, 64
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_CHUNK = 2**22  # weights packed or unpacked at a time, whole groups: what is computed in fp32 in between stays small
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """One weight's resting form. `parts` are all the tensors it takes: codes and scales, or the weight itself."""
+
+    format: Format
+    shape: torch.Size
+    dtype: torch.dtype  # of the weight it unpacks to
+    parts: tuple[Tensor, ...]
+
+    def dequantize(self, parts: tuple[Tensor, ...] | None = None) -> Tensor:
+        """The weight on the device of `parts`, copies of this one's; a new tensor unless it rests as it is."""
+        parts = self.parts if parts is None else parts
+        match self.format:
+            case "int8":
+                codes, scales = parts
+                return _dequantize_int8(codes, scales, self.shape, self.dtype)
+            case "nf4":
+                codes, scales = parts
+                return _dequantize_nf4(codes, scales, self.shape, self.dtype)
+            case _:
+                return parts[0]
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, form: Format) -> Quantized:
+    """The resting form of `weight`, on its device; `fp32` and `bf16` are the weight as it is."""
+    match form:
+        case "int8":
+            parts = _in_chunks(weight, _quantize_int8)
+        case "nf4":
+            parts = _in_chunks(weight, _quantize_nf4)
+        case _:
+            parts = (weight,)
+    return Quantized(form, weight.shape, weight.dtype, parts)
+
+
+def _groups(flat: Tensor, size: int) -> Tensor:
+    """(groups, size) in fp32, padded with zeros."""
+    return pad(flat, (0, -flat.numel() % size)).view(-1, size).float()
+
+
+def _in_chunks(weight: Tensor, pack_flat: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the whole weight."""
+    packed = [pack_flat(part) for part in weight.reshape(-1).split(_CHUNK)]
+    return torch.cat([codes for codes, _ in packed]), torch.cat([scales for _, scales in packed])
+
+
+def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(flat, INT8_GROUP)
+    scales = (groups.abs().amax(1) / 127).to(torch.bfloat16)
+    # A scale that bf16 rounded down leaves its largest weight up to 0.25 above 127: less than rounding loses anyway.
+    codes = groups.div_(_divisor(scales)).round_().clamp_(-127, 127).to(torch.int8)
+    return codes, scales
+
+
+def _dequantize_int8(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    # A code has 7 bits and a scale 8: their product is exact before it is rounded.
+    weight = codes.to(dtype).mul_(scales.to(dtype).unsqueeze(1))
+    return weight.view(-1)[: shape.numel()].view(shape)
+
+
+def _quantize_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
+    groups = _groups(flat, NF4_GROUP)
+    scales = groups.abs().amax(1).to(torch.bfloat16)
+    values = torch.tensor(NF4_VALUES, device=flat.device)
+    codes = torch.bucketize(groups.div_(_divisor(scales)), (values[1:] + values[:-1]) / 2, out_int32=True)
+    high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
+    return high << 4 | low, scales
+
+
+def _dequantize_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda and has_bitsandbytes():
+        padded = [2 * codes.numel()]
+        weight = torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
+        return weight.view(-1)[: shape.numel()].view(shape)
+    values = torch.tensor(NF4_VALUES, device=codes.device)
+    pairs = torch.cartesian_prod(values, values)  # (256, 2): what each byte stands for
+    weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
+    for start, end in _chunks(weight.numel()):
+        found = pairs[codes[start // 2 : end // 2].int()].view(-1, NF4_GROUP)
+        found *= scales[start // NF4_GROUP : end // NF4_GROUP].unsqueeze(1)
+        weight[start:end] = found.view(-1)
+    return weight[: shape.numel()].view(shape)
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """A group of zeros has scale 0, and any code will do."""
+    return scales.float().masked_fill_(scales == 0, 1).unsqueeze(1)
+
+
+def _chunks(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK))
+
+
+@cache
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed; its kernels then are."""
+    if find_spec("bitsandbytes") is None:
+        return False
+    import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    return True

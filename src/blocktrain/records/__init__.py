@@ -1,0 +1,1 @@
+"""The run's log: its records and the file that holds them."""

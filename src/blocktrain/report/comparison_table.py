@@ -1,0 +1,154 @@
+"""How the methods of a comparison stand: loss at equal tokens and at equal time, cost of a step, memory, multiplier.
+
+A multiplier compares runs with the same optimizer: a better optimizer is not block coordinate descent's merit. Against
+a full run with another one it stands in a column of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from blocktrain.plan.cost import price_of
+from blocktrain.report.format import ABSENT, decimal, flops_text
+from blocktrain.report.multiplier import loss_of, tokens_to_reach
+from blocktrain.report.run import RunRecord
+from blocktrain.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One run beside the others; None where the logs do not tell.
+
+    loss: at the end. loss_at_equal_time: when the fastest run had ended, interpolated. seconds: of training, the
+    opening left out. step_seconds: median of steps without an evaluation. step_ratio: over the first full run's.
+    peak_bytes: tracked, of the worst step. multiplier: tokens to the final loss of the full run with the same
+    optimizer, over that run's; cross_multiplier: the same against the first full run, where its optimizer is another.
+    """
+
+    name: str
+    method: str
+    optimizer: str
+    loss: float | None
+    loss_at_equal_time: float | None
+    flops: int
+    seconds: float
+    step_seconds: float | None
+    step_ratio: float | None
+    peak_bytes: int | None
+    optimizer_bytes: int | None
+    multiplier: float | None
+    cross_multiplier: float | None
+    usd: float | None
+
+
+def comparison_rows(
+    runs: Sequence[RunRecord], names: Sequence[str], *, usd_per_hour: Decimal | None = None
+) -> list[ComparisonRow]:
+    """Each run's, in the order given. usd_per_hour: of one card, at which this machine's seconds are counted."""
+    _, read = loss_of(runs)
+    fulls = [run for run in runs if run.is_full and run.evaluations]
+    shortest = min(map(_training_seconds, runs))
+    result = []
+    for run, name in zip(runs, names, strict=True):
+        same = next((full for full in fulls if full.header.optimizer == run.header.optimizer), None)
+        seconds, step = _training_seconds(run), _step_seconds(run)
+        first = _step_seconds(fulls[0]) if fulls else None
+        kept = run.end.optimizer_bytes if run.end else None
+        result.append(
+            ComparisonRow(
+                name=name,
+                method=run.header.method,
+                optimizer=run.header.optimizer,
+                loss=read(run.evaluations[-1]) if run.evaluations else None,
+                loss_at_equal_time=_loss_at(run, shortest, runs),
+                flops=run.flops_until(run.steps_done),
+                seconds=seconds,
+                step_seconds=step,
+                step_ratio=step / first if step and first else None,
+                peak_bytes=_peak_bytes(run),
+                optimizer_bytes=kept,
+                multiplier=_multiplier(run, same, runs),
+                cross_multiplier=None if same or not fulls else _multiplier(run, fulls[0], runs),
+                usd=None if usd_per_hour is None else float(price_of(seconds, 1, usd_per_hour).amount),
+            )
+        )
+    return result
+
+
+def _training_seconds(run: RunRecord) -> float:
+    return run.seconds - (run.evaluations[0].seconds if run.evaluations else 0.0)
+
+
+def _step_seconds(run: RunRecord) -> float | None:
+    """Evaluations and the switch of a block fall between the two steps that are not counted."""
+    interrupted = {row.step for row in (*run.evaluations, *run.visits)}
+    spent = [
+        after.seconds - before.seconds
+        for before, after in itertools.pairwise(run.steps)
+        if after.step == before.step + 1 and before.step not in interrupted
+    ]
+    return statistics.median(spent) if spent else None
+
+
+def _loss_at(run: RunRecord, seconds: float, runs: Sequence[RunRecord]) -> float | None:
+    """The validation loss after `seconds` of training, on the line between the evaluations around it."""
+    _, read = loss_of(runs)
+    rows = run.evaluations
+    if not rows:
+        return None
+    for before, after in itertools.pairwise(rows):
+        start, stop = (row.seconds - rows[0].seconds for row in (before, after))
+        if start <= seconds <= stop and stop > start:
+            return read(before) + (seconds - start) / (stop - start) * (read(after) - read(before))
+    return read(rows[-1])
+
+
+def _peak_bytes(run: RunRecord) -> int | None:
+    if run.tracked is None:
+        return None
+    peaks = [run.tracked.full] if run.is_full else list(run.tracked.blocks)
+    return max(sum(peak.parts.values()) for peak in peaks)
+
+
+def _multiplier(run: RunRecord, full: RunRecord | None, runs: Sequence[RunRecord]) -> float | None:
+    if full is None or run is full or not full.evaluations[-1].tokens:
+        return None
+    _, read = loss_of(runs)
+    needed = tokens_to_reach(read(full.evaluations[-1]), [(row.tokens, read(row)) for row in run.evaluations])
+    return None if needed is None else needed / full.evaluations[-1].tokens
+
+
+def comparison_table(found: Sequence[ComparisonRow], *, card: str | None = None) -> Table:
+    """For a terminal: a line a run."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    headings = ["", "loss", "same time", "FLOPs", "of step", "peak", "state", "B-F", "cross"]
+    headings += [f"$, {card}"] if card else []
+    for index, heading in enumerate(headings):
+        result.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for item in found:
+        cells = [
+            item.name,
+            _shown(item.loss, decimal),
+            _shown(item.loss_at_equal_time, decimal),
+            flops_text(item.flops).removesuffix("LOP"),
+            _shown(item.step_ratio, decimal),
+            _shown(item.peak_bytes, format_bytes).removesuffix("iB"),
+            _shown(item.optimizer_bytes, format_bytes).removesuffix("iB"),
+            _shown(item.multiplier, decimal),
+            _shown(item.cross_multiplier, decimal),
+        ]
+        result.add_row(*map(Text, [*cells, *([_shown(item.usd, "{:.4f}".format)] if card else [])]))
+    return result
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return ABSENT if value is None else show(value)

@@ -1,0 +1,113 @@
+"""What a context stores of its frozen prefix: of which rows, made from which weights, in which kind of cache.
+
+Where the weights are in parts (FSDP2), layers run on all processes together, and the cache's passes with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from blocktrain.cache.collective import CollectivePrefixCache
+from blocktrain.cache.cost_model import CachePlace
+from blocktrain.cache.encoding import Encoding
+from blocktrain.cache.ledger import Fingerprints, Key
+from blocktrain.cache.prefix_cache import PrefixCache
+from blocktrain.cache.store import FileStore, MemoryStore, RowLayout, Store
+from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.data.sampling import StepRows
+from blocktrain.parallel.fsdp import ShardedBoundaryRunner
+from blocktrain.schedule import Visit
+from blocktrain.train.context import TrainingContext, is_sharded
+from blocktrain.train.task import to_device
+
+
+def boundary_runner(context: TrainingContext) -> BoundaryRunner:
+    """What runs parts of the context's model."""
+    return (ShardedBoundaryRunner if is_sharded(context.config, context.ranks) else BoundaryRunner)(
+        context.partition.chain
+    )
+
+
+def new_cache(
+    context: TrainingContext, cut: BoundaryRunner, place: CachePlace, *, folder: Path, levels: Sequence[int] | None
+) -> PrefixCache:
+    """An empty cache; folder: of this process, for files. levels: see `PrefixCache`."""
+    encoding, slots, ranks = Encoding(context.config.prefix.dtype), context.rows.num_slots, context.ranks
+    store = _store(place, folder, context.device)
+    if not is_sharded(context.config, ranks):
+        return PrefixCache(cut, num_slots=slots, encoding=encoding, make_store=store, levels=levels)
+
+    def gather(number: int) -> list[int]:
+        return [int(told) for (told,) in ranks.all_gather([number])]
+
+    return CollectivePrefixCache(
+        cut, gather=gather, num_slots=slots, encoding=encoding, make_store=store, levels=levels
+    )
+
+
+def fingerprints(context: TrainingContext, levels: Iterable[int]) -> Fingerprints:
+    """Of the weights below `levels` as they are now. Of all parts of weights that are in parts: all processes must
+    call this."""
+    chain, ranks = context.partition.chain, context.ranks
+    if not is_sharded(context.config, ranks):
+        return Fingerprints(chain)
+
+    def of_all(digest: str) -> str:
+        return hashlib.sha256(repr(ranks.all_gather(list(bytes.fromhex(digest)))).encode()).hexdigest()
+
+    now = Fingerprints(chain, together=of_all)
+    now.at(levels)  # read while all are here
+    return now
+
+
+def fill_ahead(context: TrainingContext, cache: PrefixCache, visit: Visit) -> None:
+    """Compute every row of a visit before its first step, in batches of `fill_rows` and no gradients."""
+    subset, count = context.rows.subset(visit=visit.index, sweep=visit.sweep), context.config.prefix.fill_rows
+    for start in range(0, context.rows.num_slots, context.rows.stored_rows):  # one variant after another
+        missing = cache.missing(np.arange(start, start + context.rows.stored_rows))
+        for at in range(0, len(missing), count):
+            rows = context.rows.slot_rows(missing[at : at + count], subset=subset)
+            cache.fill(rows.slots, batch_of(context, rows))
+
+
+def key_of(context: TrainingContext, visit: Visit) -> Key:
+    """What is in the slots: which rows, of which data, augmented how, computed by which code."""
+    subset = context.rows.subset(visit=visit.index, sweep=visit.sweep)
+    return {
+        "rows": hashlib.sha256(context.rows.subset_indices(subset).tobytes()).hexdigest(),
+        "data": context.task.fingerprint,
+        "first_variant": subset * (context.config.sampling.variants or 0),
+        "transformers": transformers.__version__,
+        "rank": [context.ranks.rank, context.ranks.size],  # whose slots these are
+    }
+
+
+def sample(context: TrainingContext, visit: Visit, rows: int) -> dict[str, Tensor]:
+    """A batch of the first rows that a visit stores."""
+    slots = np.arange(min(rows, context.rows.stored_rows))
+    subset = context.rows.subset(visit=visit.index, sweep=visit.sweep)
+    return batch_of(context, context.rows.slot_rows(slots, subset=subset))
+
+
+def batch_of(context: TrainingContext, rows: StepRows) -> dict[str, Tensor]:
+    """The model's inputs for these rows."""
+    return to_device(context.task.train.batch(rows.rows, variant=rows.variant), context.device)
+
+
+def _store(place: CachePlace, folder: Path, device: torch.device) -> Callable[[str, int, RowLayout], Store]:
+    """What makes a store there, given a name in `folder`, a number of slots and what is in one."""
+    match place:
+        case "file":
+            return lambda name, slots, layout: FileStore(folder / name, slots, layout)
+        case "device":
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=device)
+        case "host":
+            pin = device.type == "cuda"
+            return lambda _, slots, layout: MemoryStore(slots, layout, device=torch.device("cpu"), pin=pin)

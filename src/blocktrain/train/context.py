@@ -1,0 +1,259 @@
+"""From a configuration to everything a run needs, checked before the first step: what cannot work fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blocktrain.chain.activation import evaluating
+from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.growth import Growth
+from blocktrain.chain.load import load_model
+from blocktrain.chain.partition import partition
+from blocktrain.data.sampling import RowPlan
+from blocktrain.data.shuffle import ShuffledRows
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.modules.chunked_loss import check_chunked
+from blocktrain.modules.kernels import choose_kernels
+from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.optim.decay import norms_and_biases, nothing
+from blocktrain.optim.learning_tail import Tail
+from blocktrain.optim.offloaded_weights import OnDevice, OnHost
+from blocktrain.optim.precision import FP32, preset
+from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.parallel.fsdp import require_whole
+from blocktrain.parallel.ranks import Ranks
+from blocktrain.parallel.stages import PipelineConfig, require_stages
+from blocktrain.runtime import pick_device, seed_everything
+from blocktrain.schedule import Cyclic
+from blocktrain.stopping import FullLength, VisitRule
+from blocktrain.train.build_task import build_task, require_separate_conversations
+from blocktrain.train.config import BlocksConfig, OptimizerConfig, RunConfig
+from blocktrain.train.task import Task, to_device
+from blocktrain.units import BatchGeometry
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingContext:
+    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands.
+
+    micro_rows: rows of one forward pass on one rank; where the configuration says "auto", all the rank's until the loop
+        has decided.
+    """
+
+    config: RunConfig
+    micro_rows: int
+    device: torch.device
+    model: nn.Module
+    partition: Partition
+    growth: Growth | None  # where layers begin as the identity
+    optimizer: BlockOptimizer
+    task: Task
+    rows: RowPlan
+    schedule: Cyclic
+    rule: VisitRule
+    geometry: BatchGeometry
+    tokenizer: Tokenizer | None
+    ranks: Ranks
+
+    @property
+    def rank_rows(self) -> int:
+        """Of a step's rows, those of one process."""
+        return self.config.batch.rows // self.ranks.size
+
+    @property
+    def trained(self) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        return self.schedule.trained(self.partition)
+
+    def moved(self, block: Block) -> set[str]:
+        """Names of the weights that move in a visit to `block`: its own, and those of a tail that learns."""
+        return {*block.parameters, *self.optimizer.tail_of(block)}
+
+    @property
+    def total_steps(self) -> int | None:
+        """The most steps the run can take; None where nothing but a loss or the clock ends it."""
+        limits = []
+        if self.config.stop.duration is not None:
+            limits.append(self.config.stop.duration.in_steps(self.geometry))
+        if self.schedule.sweeps is not None:
+            visits = self.schedule.sweeps * len(self.schedule.blocks_of(0, len(self.partition)))
+            limits.append(self.schedule.steps(visits, self.geometry))
+        return min(limits, default=None)
+
+
+def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> TrainingContext:
+    """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk; `ranks` are
+    the processes of the run, None for this one alone."""
+    ranks = ranks or Ranks()
+    # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
+    device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
+    task, tokenizer = build_task(config)
+    seed_everything(config.seed)
+    model = load_model(
+        config.model,
+        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        row_tokens=task.row_tokens,
+        classes=task.classes,
+        pad_token=task.pad_token,
+    ).to(device)
+    require_separate_conversations(model, task)
+    batch = task.train.batch([0])
+    parts = cut(model, config.blocks, batch)
+    growth = Growth(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
+    choose_kernels(config.memory.kernels, device)
+    if config.memory.loss_chunk is not None:
+        with evaluating(model):
+            check_chunked(model, to_device(batch, device))
+    schedule = Cyclic(
+        visit=config.schedule.visit,
+        first_visits=config.schedule.first_visits,
+        sweeps=config.schedule.sweeps,
+        order=config.schedule.order,
+        span=config.schedule.span,
+        seed=config.seed,
+    )
+    next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
+    rows = config.batch.rows
+    if rows > len(task.train):
+        raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
+    order = ShuffledRows(len(task.train), seed=config.seed)
+    plan = RowPlan(order, config.sampling, rows_per_step=rows, rank=ranks.rank, ranks=ranks.size)
+    micro_rows, rank_rows = config.batch.micro_rows, rows // ranks.size
+    context = TrainingContext(
+        config=config,
+        micro_rows=min(micro_rows, rank_rows) if isinstance(micro_rows, int) else rank_rows,
+        device=device,
+        model=model,
+        partition=parts,
+        growth=growth,
+        optimizer=optimizer_of(config, parts, folder, ranks),
+        task=task,
+        rows=plan,
+        schedule=schedule,
+        rule=config.schedule.plateau or FullLength(),
+        geometry=BatchGeometry(
+            tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows
+        ),
+        tokenizer=tokenizer,
+        ranks=ranks,
+    )
+    _require_settled_checkpoints(config, context.geometry)
+    _require_layout(context)
+    # A shape that needs the run's length says so now, not after the first visit.
+    config.learning_rate.factor(0, total=context.total_steps, visit_step=0)
+    return context
+
+
+def cut(model: nn.Module, blocks: BlocksConfig, batch: Mapping[str, Any]) -> Partition:
+    """`model` in the blocks that the configuration asks for; batch: one row, to count FLOPs on."""
+    return partition(
+        model,
+        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
+        stages=blocks.stages,
+        pieces=blocks.pieces,
+        largest=blocks.largest,
+        patterns=blocks.patterns,
+        balance=blocks.balance,
+        batch=batch,
+    )
+
+
+def _require_settled_checkpoints(config: RunConfig, geometry: BatchGeometry) -> None:
+    """With steps taken apart, what is saved and evaluated must be what all ranks have."""
+    apart = config.distributed.sync_every or 1
+    for name, every in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
+        steps = every.in_steps(geometry)
+        if steps % apart:
+            raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
+
+
+def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
+    """Whether the processes are a pipeline."""
+    return config.distributed.layout == "layers" and ranks.size > 1
+
+
+def is_sharded(config: RunConfig, ranks: Ranks) -> bool:
+    """Whether each process has a part of every weight."""
+    return config.distributed.layout == "shards" and ranks.size > 1
+
+
+def pipeline_config(config: RunConfig) -> PipelineConfig:
+    """A pipeline begins at the boundary wherever a prefix may be stored: then what each process trains does not depend
+    on whether it is."""
+    start = "inputs" if config.prefix.store == "off" else "boundary"
+    return PipelineConfig(schedule=config.distributed.pipeline, start=start)
+
+
+def _require_layout(context: TrainingContext) -> None:
+    """Raise `ConfigError` where the processes cannot share this context as the configuration says."""
+    if is_sharded(context.config, context.ranks):
+        require_whole(context.partition)
+    if is_pipeline(context.config, context.ranks):
+        rows, size = context.config.batch.rows, context.ranks.size
+        if context.rank_rows % context.micro_rows:
+            raise ConfigError(
+                f"batch.micro_rows = {context.micro_rows} must divide the {context.rank_rows} rows of a step that each "
+                f"of {size} processes brings into a pipeline (batch.rows = {rows})"
+            )
+        require_stages(
+            context.partition, size, pipeline_config(context.config), micro_batches=rows // context.micro_rows
+        )
+
+
+def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks) -> BlockOptimizer:
+    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`.
+
+    Of shards the parts are the fp32 masters themselves, whatever they are gathered in to be computed with.
+    """
+    options = config.optimizer
+    for key in ("lr", "weight_decay"):
+        if key in options.options:
+            raise ConfigError(f"[optimizer] set {key} in the table itself, not in options")
+    cls = _optimizer_class(options.name)
+    keywords: dict[str, Any] = {"lr": options.lr, **options.options}
+    if options.weight_decay is not None:
+        keywords["weight_decay"] = options.weight_decay
+    try:
+        cls([nn.Parameter(torch.zeros(1, 1))], **keywords)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[optimizer] torch.optim.{options.name} refuses these settings: {error}") from error
+    return BlockOptimizer(
+        parts,
+        cls,
+        state=_store(options, folder / "state" / f"rank-{ranks.rank}"),
+        precision=replace(FP32 if is_sharded(config, ranks) else preset(config.precision), moments=options.moments),
+        frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
+        undecayed=norms_and_biases if options.decay == "weights" else nothing,
+        frozen_dropout=config.blocks.frozen_dropout,
+        tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),
+        in_backward=options.in_backward,
+        **keywords,
+    )
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    known = {
+        key
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    } - {"LBFGS", "SparseAdam"}  # LBFGS needs a closure, SparseAdam sparse gradients
+    if name not in known:
+        raise ConfigError(f"optimizer.name '{name}' is not a class of torch.optim; {nearest(name, known)}")
+    return getattr(torch.optim, name)
+
+
+def _store(options: OptimizerConfig, folder: Path) -> StateStore:
+    match options.state:
+        case "drop":
+            return Drop()
+        case "host":
+            return KeepOnHost()
+        case "disk":
+            return KeepOnDisk(folder)

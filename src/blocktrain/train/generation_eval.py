@@ -1,0 +1,107 @@
+"""Asking the model: validation prompts, the answers it writes, and how many of them are right (exact match).
+
+Answers are greedy, by the model's own `generate`, until the token that ends a text or `new_tokens`. GSM8K's rule
+(openai/grade-school-math): what counts is the number behind `####`, without its thousands separators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.train.context import TrainingContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the model wrote, and what it should have."""
+
+    prompt: str
+    text: str
+    expected: str
+    correct: bool
+
+    def to_event(self) -> dict[str, Any]:
+        """As the fields of a sample record."""
+        return asdict(self)
+
+
+def ask(context: TrainingContext) -> list[Answer]:
+    """The answers to the first `evaluation.generate` validation conversations; none where that is 0. The model must be
+    in eval mode."""
+    settings, exchanges, tokenizer = context.config.evaluation, context.task.exchanges, context.tokenizer
+    if not settings.generate or exchanges is None or tokenizer is None:
+        return []
+    found = [exchanges.exchange(index) for index in range(min(settings.generate, exchanges.num_conversations))]
+    answers = []
+    for start in range(0, len(found), settings.batch_rows):
+        part = found[start : start + settings.batch_rows]
+        prompts = [prompt for prompt, _ in part]
+        for (prompt, wanted), ids in zip(
+            part, greedy(context.model, prompts, tokenizer.eos, settings.new_tokens), strict=True
+        ):
+            text, expected = (_words(tokenizer, tokens) for tokens in (ids, wanted))
+            correct = final_answer(text, settings.answer_marker) == final_answer(expected, settings.answer_marker)
+            shown = tokenizer.decode(prompt.tolist())
+            answers.append(Answer(prompt=shown, text=text, expected=expected, correct=correct))
+    return answers
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, prompts: Sequence[np.ndarray], end: int, new_tokens: int) -> list[np.ndarray]:
+    """What the model goes on with after each prompt, int64 arrays, up to and without the token `end`.
+
+    Prompts are filled up on the left, where the attention mask hides them; a model with fewer positions than prompt and
+    answer need writes less.
+    """
+    from transformers import GenerationConfig
+
+    longest = max(len(prompt) for prompt in prompts)
+    ids = np.full((len(prompts), longest), end, np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    device, pretrained = next(model.parameters()).device, cast(Any, model)
+    positions = getattr(pretrained.config.get_text_config(), "max_position_embeddings", None)
+    room = new_tokens if not isinstance(positions, int) else min(new_tokens, positions - longest)
+    if room < 1:
+        return [np.empty(0, np.int64) for _ in prompts]
+    settings = GenerationConfig(
+        max_new_tokens=room, do_sample=False, use_cache=True, eos_token_id=end, pad_token_id=end, bos_token_id=None
+    )
+    written = pretrained.generate(
+        input_ids=torch.from_numpy(ids).to(device),
+        attention_mask=torch.from_numpy(mask).to(device),
+        generation_config=settings,
+    )[:, longest:].cpu()
+    return [_until(row.numpy(), end) for row in written]
+
+
+def final_answer(text: str, marker: str | None) -> str | None:
+    """What is compared: the word after the first `marker`, without commas and full stops at its end; None where there
+    is no marker. Without a marker the whole text, stripped.
+
+    >>> final_answer("2 + 1999 = 2001\\n#### 2,001.", "####")
+    '2001'
+    """
+    if marker is None:
+        return text.strip()
+    _, found, after = text.partition(marker)
+    words = after.split()
+    return words[0].replace(",", "").rstrip(".") if found and words else None
+
+
+def _until(ids: np.ndarray, end: int) -> np.ndarray:
+    places = np.flatnonzero(ids == end)
+    return ids[: places[0]] if len(places) else ids
+
+
+def _words(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    return tokenizer.decode(_until(ids, tokenizer.eos).tolist()).strip()

@@ -1,0 +1,61 @@
+"""Blocks that are alike: what is measured of the lowest and the highest of them tells those between.
+
+    head         H
+    layer 3      |  highest of the alike: measured
+    layer 2      |  on the line
+    layer 1      |  on the line
+    layer 0      |  lowest: measured
+    embedding    E
+
+What a step costs with a block active is a constant of its kind and something for each layer above it, which the
+backward pass goes through. So a run's opening takes as long for 32 layers as for two of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from blocktrain.chain.block import Block
+from blocktrain.chain.chain import Chain
+
+T = TypeVar("T")
+
+
+def ends(blocks: Sequence[Block]) -> list[int]:
+    """Positions of the lowest and the highest of each kind, in order; the others follow from them (see `filled`)."""
+    return sorted({position for group in _alike(blocks) for position in (group[0], group[-1])})
+
+
+def filled(
+    blocks: Sequence[Block], chain: Chain, known: Mapping[int, T], between: Callable[[T, T, float], T]
+) -> list[T]:
+    """What is `known` of the ends, by position, and for each block between two of them `between(low, high, share)`:
+    `share` is how far up the chain it lies, from 0 to 1."""
+    result = dict(known)
+    for group in _alike(blocks):
+        low, high = group[0], group[-1]
+        bottom, top = (chain.layers.index(blocks[end].layers[0]) for end in (low, high))
+        for position in group[1:-1]:
+            share = (chain.layers.index(blocks[position].layers[0]) - bottom) / max(top - bottom, 1)
+            result[position] = between(known[low], known[high], share)
+    return [result[position] for position in range(len(blocks))]
+
+
+def interpolate(low: float, high: float, share: float) -> int:
+    """A whole number between two."""
+    return round(low + (high - low) * share)
+
+
+def _alike(blocks: Sequence[Block]) -> list[list[int]]:
+    """Positions of blocks whose parameters have the same shapes and places in layers of the same kind, in order."""
+    groups: dict[Any, list[int]] = {}
+    for position, block in enumerate(blocks):
+        places = {path: type(module).__name__ for layer in block.layers for path, module in layer.modules.items()}
+        kind = []
+        for name, parameter in block.parameters.items():
+            path = next(path for path in places if name.startswith(f"{path}."))
+            shape = (block.numel(name), parameter.shape, parameter.dtype)
+            kind.append((places[path], name.removeprefix(path), *shape))
+        groups.setdefault((len(block.layers), *kind), []).append(position)
+    return list(groups.values())

@@ -1,0 +1,89 @@
+"""Starting and resuming a run: what the command line and other programs call, in each process of the run alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from blocktrain.parallel.ranks import Ranks, is_launched, open_ranks
+from blocktrain.runtime import environment, pick_device
+from blocktrain.train.config import RunConfig
+from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.interrupt import stop_requests
+from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.trainer import Listener, Trainer
+
+
+def run(
+    config: RunConfig, out: str | Path, *, method: str = "bcd", listeners: Sequence[Listener] = (), command: str = ""
+) -> RunFolder:
+    """Train as `config` says into the new folder `out`; raises `BlocktrainError` with a way out.
+
+    method: what the report calls it.
+    listeners: called with each record in order, steps that `log_every` leaves out of the log included; in the first
+        process only.
+    command: what the user typed, for `run.json`.
+
+    Nothing is written before the whole configuration, data and model have been checked. Under torchrun, which starts
+    the same command again when a process has died, a run of this very configuration in `out` is gone on with.
+    """
+    folder = RunFolder(Path(out))
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        if ranks.rank0_broadcast(lambda: _begun(folder, config)):
+            return _go_on(folder, ranks, listeners)
+        context = build(config, folder.path, ranks)
+        with _held(folder, ranks):
+            if ranks.is_rank0:
+                folder.create(
+                    config, method=method, environment=environment(pick_device(config.device)), command=command
+                )
+            _train(context, folder, method, listeners)
+    return folder
+
+
+def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
+    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
+
+    overrides: `a.b=c` of what a run may be moved to other hardware with (`RunConfig.moved`), from here on.
+    listeners: those of `run`.
+
+    The number of processes need not be that of before. Raises `CheckpointError` where the checkpoint is damaged or of
+    another model.
+    """
+    folder = RunFolder(Path(out))
+    config = folder.config().moved(overrides)
+    with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
+        return _go_on(folder, ranks, listeners, overrides)
+
+
+def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
+    folder.require_resumable()
+    method, config = folder.read()["method"], folder.config().moved(overrides)
+    with _held(folder, ranks):
+        _train(build(config, folder.path, ranks), folder, method, listeners)
+    return folder
+
+
+def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: Sequence[Listener]) -> None:
+    with stop_requests(second="is the same" if is_launched() else "stops") as stop:
+        heard = listeners if context.ranks.is_rank0 else ()
+        Trainer(context=context, folder=folder, method=method, listeners=heard, stop=stop).run()
+
+
+def _begun(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether an earlier start of this job has begun the run; raises `ConfigError` if another one has."""
+    if is_launched() and (folder.path / "run.json").exists() and folder.config() == config:
+        return True
+    folder.require_new()
+    return False
+
+
+@contextmanager
+def _held(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """The folder's lock, which one process takes for all."""
+    if ranks.is_rank0:
+        with folder.lock():
+            yield
+    else:
+        yield

@@ -1,0 +1,224 @@
+"""What a run's first records say: what is trained, and what a step of it costs beside a step of full training.
+
+FLOPs and bytes are counted, not estimated: on a copy of the model without memory, with each block active in turn,
+and with everything active for comparison. The closed form stands beside the count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.chain.activation import activate, evaluating, release
+from blocktrain.chain.block import Block
+from blocktrain.chain.chain import Layer
+from blocktrain.chain.checkpointing import checkpointed_layers
+from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
+from blocktrain.memory.flops import StepCost, StepCounter
+from blocktrain.memory.tracker import Peak
+from blocktrain.records.log import Event, read_events
+from blocktrain.runtime import pick_device
+from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
+from blocktrain.train.context import TrainingContext
+from blocktrain.train.growth import growing_visits, running_without
+from blocktrain.train.interpolate_blocks import ends, filled, interpolate
+from blocktrain.train.memory_profile import predicted_peaks
+from blocktrain.train.memory_saving import saving_memory
+from blocktrain.train.schema import to_mapping
+from blocktrain.train.task import to_device
+
+OPENING = ("run", "cost", "memory", "micro_batch")
+
+
+def opening_records(context: TrainingContext, method: str) -> list[Event]:
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/records.py` has
+    their fields)."""
+    decided = [auto_micro_rows(context)] if context.config.batch.micro_rows == "auto" else []
+    for event in decided:
+        context = replace(context, micro_rows=event["micro_rows"])
+    return [
+        _run_event(context, method),
+        {"kind": "cost", **_costs(context), **_growing(context)},
+        {"kind": "memory", **_memory(context)},
+        *decided,
+    ]
+
+
+def logged_opening(path: Path, length: int, context: TrainingContext, method: str) -> list[Event]:
+    """The same, of a run that has been begun, from the first `length` bytes of its log; empty where there are none, or
+    it was begun on other hardware or in another precision."""
+    logged = [event for event in read_events(path, length=length) if event["kind"] in OPENING] if length else []
+    begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
+    same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(context, method)))]
+    return logged[begun:] if same else []
+
+
+def step_flops(cost: Event) -> dict[tuple[int, int], int]:
+    """FLOPs of an optimizer step, from the record `cost`, by the block that is visited and the layers left out."""
+    grown = {(each["block"], each["left_out"]): each["flops"] for each in cost.get("growing", ())}
+    return {(block, 0): flops for block, flops in enumerate(cost["flops"]["blocks"])} | grown
+
+
+def _memory(context: TrainingContext) -> dict[str, Any]:
+    """Tracked peaks of one optimizer step, by part: in a visit to each block, and with all of them active."""
+    step = step_shape(context, context.micro_rows)
+    blocks = predicted_peaks(context.optimizer, step, blocks=context.trained)
+    (full,) = predicted_peaks(context.optimizer, step, partition=context.partition.undivided)
+    return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {"parts": dict(peak.parts), "host_bytes": peak.host_bytes, "operation": peak.operation}
+
+
+def _run_event(context: TrainingContext, method: str) -> Event:
+    return {
+        "kind": "run",
+        "method": method,
+        "name": context.config.name,
+        "model": type(context.model).__name__,
+        "parameters": context.partition.num_parameters,
+        "unit": context.task.unit,
+        "tokens_per_step": context.geometry.tokens_per_step,
+        "rows_per_step": context.geometry.rows_per_step,
+        "steps_planned": context.total_steps,
+        "optimizer": context.config.optimizer.name,
+        "precision": context.config.precision,
+        "state": context.config.optimizer.state,
+        "micro_rows": context.config.batch.micro_rows,
+        "memory": to_mapping(context.config.memory),
+        "layout": context.config.distributed.layout,
+        "device": pick_device(context.config.device).type,
+        "processes": context.ranks.size,
+        "span": context.config.schedule.span,
+        "tail": context.config.optimizer.tail,
+        "blocks": [
+            {
+                "index": block.index,
+                "first": block.names[0],
+                "last": block.names[-1],
+                "layers": len(block.names),
+                "parameters": block.num_parameters,
+            }
+            for block in context.partition
+        ],
+    }
+
+
+def _costs(context: TrainingContext) -> dict[str, Any]:
+    """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
+    batch = to_device(context.task.train.batch(range(context.micro_rows)), context.device)
+    blocks = (context.partition.whole, *context.trained)
+    steps = (counted_step(context, context.partition.whole, batch), *counted_steps(context, batch))
+    layers = layer_costs(context.partition.chain, batch)
+    full, *theory = [_of_all_rows(context, flops) for flops in _theory(context, blocks, batch, layers)]
+    memory = [_memory_by_arithmetic(context, block, step) for block, step in zip(blocks, steps, strict=True)]
+    return {
+        "flops": {
+            "full": _of_all_rows(context, steps[0].flops),
+            "blocks": [_of_all_rows(context, step.flops) for step in steps[1:]],
+            "theory_full": full,
+            "theory_blocks": theory,
+            "forward_layers": [_of_all_rows(context, layer.forward_flops) for layer in layers],
+        },
+        "memory": {"full": memory[0], "blocks": memory[1:]},
+    }
+
+
+def _growing(context: TrainingContext) -> dict[str, Any]:
+    """FLOPs of an optimizer step in the visits that leave layers out."""
+    found = []
+    for visit, layers in growing_visits(context):
+        batch = to_device(context.task.train.batch(range(context.micro_rows)), context.device)
+        step = counted_step(context, visit.block, batch, without=layers)
+        place = {"block": visit.block.index, "left_out": len(layers)}
+        found.append({**place, "flops": _of_all_rows(context, step.flops)})
+    return {"growing": found} if found else {}
+
+
+def _of_all_rows(context: TrainingContext, flops: int) -> int:
+    """From those of a micro-batch."""
+    return flops * context.config.batch.rows // context.micro_rows
+
+
+def counted_steps(context: TrainingContext, batch: Mapping[str, torch.Tensor]) -> list[StepCost]:
+    """A forward and backward pass over `batch` in a visit to each block. Of blocks that are alike the lowest and the
+    highest are counted: those between have their backward pass end at another layer, and nothing else is different."""
+
+    def between(low: StepCost, high: StepCost, share: float) -> StepCost:
+        return StepCost(
+            flops=interpolate(low.flops, high.flops, share),
+            saved_bytes=interpolate(low.saved_bytes, high.saved_bytes, share),
+        )
+
+    known = {end: counted_step(context, context.trained[end], batch) for end in ends(context.trained)}
+    return filled(context.trained, context.partition.chain, known, between)
+
+
+def counted_step(
+    context: TrainingContext, block: Block, batch: Mapping[str, torch.Tensor], *, without: Collection[Layer] = ()
+) -> StepCost:
+    """The same with `block` active and the layers `without` left out, counted on a copy without memory."""
+    activate(context.partition, block, frozen_dropout=context.config.blocks.frozen_dropout)
+    with saving_memory(context.partition, context.config.memory), running_without(context, without):
+        counter = StepCounter(context.model, batch)
+    release(context.partition)
+    return counter.measure(context.moved(block))
+
+
+def _theory(
+    context: TrainingContext, blocks: Sequence[Block], batch: Mapping[str, torch.Tensor], layers: tuple[LayerCost, ...]
+) -> list[int]:
+    """FLOPs by closed form, each block active. What a layer computes again depends on the mode it is in."""
+    chain, shares = context.partition.chain, [_moved_shares(context, context.moved(block)) for block in blocks]
+    if context.config.memory.checkpointing == "off":
+        return [theoretical_step_flops(layers, mine) for mine in shares]
+    activate(context.partition, context.partition.whole)
+    trained = layer_costs(chain, batch)
+    release(context.partition)
+    with evaluating(context.model):
+        frozen = trained if context.config.blocks.frozen_dropout else layer_costs(chain, batch)
+    again = checkpointed_layers(chain)
+    return [
+        theoretical_step_flops(
+            [
+                active if layer in block.layers else other
+                for layer, active, other in zip(chain.layers, trained, frozen, strict=True)
+            ],
+            mine,
+            checkpointed=again,
+        )
+        for block, mine in zip(blocks, shares, strict=True)
+    ]
+
+
+def _memory_by_arithmetic(context: TrainingContext, block: Block, step: StepCost) -> dict[str, int]:
+    scalars = block.num_parameters
+    master = 4 * scalars if context.optimizer.precision.has_master else 0
+    summed = master and context.micro_rows < context.rank_rows
+    one_at_a_time = max if context.optimizer.in_backward else sum
+    gradients = master if summed else one_at_a_time(p.nbytes for p in block.parameters.values())
+    passing = max((p.nbytes for p in context.optimizer.tail_of(block).values()), default=0)  # of a tail, one at a time
+    return {
+        "weights": context.optimizer.weight_bytes(block) + sum(b.nbytes for b in context.model.buffers()),
+        "master": master,
+        "gradients": gradients + passing,
+        "optimizer": context.optimizer.predicted_state_bytes(block),
+        "activations": step.saved_bytes,
+    }
+
+
+def _moved_shares(context: TrainingContext, moved: Collection[str]) -> dict[int, float]:
+    """Of each layer of which something is moved, the share of its weights that get gradients: a matrix whole, even
+    where the block owns rows of it only."""
+    shares = {}
+    for index, owned in enumerate(context.partition.chain.owned):
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)
+        if mine:
+            shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
+    return shares

@@ -1,0 +1,249 @@
+"""Every method on the same tiny model: the rows, evaluations and records of a run of ours, by another trainer."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from blocktrain.cli.main import main
+from blocktrain.compare import session
+from blocktrain.compare.compare import Search, compare
+from blocktrain.compare.lisa import lisa
+from blocktrain.compare.methods import METHODS, method
+from blocktrain.compare.peers import PEERS, Peer
+from blocktrain.compare.profile import measure_cycle
+from blocktrain.compare.step import take_step
+from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.records.log import Event, read_events
+from blocktrain.report.comparison_table import comparison_rows
+from blocktrain.report.run import RunRecord
+from blocktrain.train.config import RunConfig
+from blocktrain.train.export import export
+from blocktrain.train.run import resume
+from blocktrain.units import BatchGeometry, Duration
+
+MakeConfig = Callable[..., RunConfig]
+
+PLAIN = ("schedule.visit=3 steps", "batch.rows=2", "model.config.attn_pdrop=0.0", "model.config.resid_pdrop=0.0")
+HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 8}
+PACE = BatchGeometry(tokens_per_step=32, rows_per_step=2, rows_per_epoch=100)
+
+
+def job_for(name: str, config: RunConfig, out: Path):
+    """The context that method `name` would train for 9 steps."""
+    return session.whole_context(METHODS[name].change(config, 9, PACE), out)
+
+
+def require(name: str) -> Peer:
+    """The peer, skipping where it cannot run."""
+    peer = PEERS[name]
+    if peer.cuda_only is not None and not torch.cuda.is_available():
+        pytest.skip(peer.cuda_only)
+    if peer.module is not None and importlib.util.find_spec(peer.module.partition(".")[0]) is None:
+        pytest.skip(f"{peer.package} is not installed")
+    return peer
+
+
+def test_lisa_and_full_see_the_same_rows_and_are_recorded_alike(tiny: MakeConfig, tmp_path: Path) -> None:
+    config = tiny(*PLAIN)
+    comparison = compare(config, ["full", "lisa"], tmp_path)
+    full, other = (RunRecord.load(folder.path) for folder in comparison.folders)
+    assert full.evaluations[0].loss == other.evaluations[0].loss  # the same model and validation rows
+    assert full.steps[0].loss == other.steps[0].loss  # and training rows
+    assert [row.step for row in full.evaluations] == [row.step for row in other.evaluations]
+    assert other.end is not None
+    assert other.end.loss is not None
+    assert other.end.steps == full.steps_done == 9
+    assert other.end.loss < other.evaluations[0].loss
+    first, second = comparison_rows([full, other], ["full", "lisa"])
+    assert 0.5 < second.flops / first.flops < 1  # its backward pass runs through, its weight gradients do not
+    assert second.peak_bytes is not None
+    assert first.peak_bytes is not None
+    assert second.peak_bytes < first.peak_bytes
+    assert first.multiplier is None
+    assert second.cross_multiplier is None
+    trials = json.loads((tmp_path / "trials.json").read_text())
+    assert [trial["method"] for trial in trials] == ["full", "lisa"]
+    before = other.folder.joinpath("events.jsonl").read_bytes()
+    compare(config, ["full", "lisa"], tmp_path)  # all done: nothing is trained again
+    assert other.folder.joinpath("events.jsonl").read_bytes() == before
+
+
+def test_lisa_trains_both_ends_and_two_layers_and_keeps_moments(tiny: MakeConfig, tmp_path: Path) -> None:
+    context = job_for("lisa", tiny(*PLAIN), tmp_path)
+    trainee = lisa(context, 2)
+    trained, owned = [], context.partition.chain.owned
+    for step in range(6):
+        take_step(context, trainee, step)
+        trained.append({index for index, mine in enumerate(owned) if any(p.requires_grad for p in mine.values())})
+    assert all({0, 5} < layers and len(layers) == 4 for layers in trained)
+    assert trained[0] == trained[1]
+    assert len({frozenset(layers) for layers in trained}) > 1
+    ever = {name for index in set().union(*trained) for name in owned[index]}
+    named = {id(p): name for name, p in context.model.named_parameters()}
+    kept = {named[id(p)] for optimizer in trainee.optimizers for p in optimizer.state}
+    assert kept == ever  # a frozen layer's moments stay, as in the authors' trainer
+
+
+def test_a_search_gives_each_method_the_same_runs_and_picks_the_best(tiny: MakeConfig, tmp_path: Path) -> None:
+    config = tiny(*PLAIN, "schedule.visit=1 steps")
+    found = compare(config, ["full", "lisa"], tmp_path, search=Search(factors=(0.01, 1.0), seeds=2))
+    for name in ("full", "lisa"):
+        mine = [trial for trial in found.trials if trial.method == name]
+        assert [(trial.factor, trial.seed) for trial in mine] == [(0.01, 0), (1.0, 0), (1.0, 1)]
+        low, high = mine[0].loss, mine[1].loss
+        assert low is not None
+        assert high is not None
+        assert high < low
+    assert [folder.path.name for folder in found.folders] == ["lr-1-seed-0"] * 2
+
+
+def test_a_rate_that_diverges_is_not_the_best(tiny: MakeConfig, tmp_path: Path) -> None:
+    """Also where steps that are not finite are skipped, so that the run comes to its end."""
+    config = tiny(*PLAIN, "on_nonfinite=skip", "optimizer.name=SGD", "optimizer.max_grad_norm=none")
+    found = compare(config, ["bcd"], tmp_path, search=Search(factors=(1e25, 1.0), seeds=2))
+    assert [trial.factor for trial in found.trials] == [1e25, 1.0, 1.0]
+    assert found.trials[0].loss is None
+    assert found.folders[0].path.name == "lr-1-seed-0"
+
+
+def test_a_peer_takes_no_part_in_the_order_of_blocks(tiny: MakeConfig, tmp_path: Path) -> None:
+    folders = compare(tiny(*PLAIN, "schedule.order=[0, 2, 1]"), ["bcd", "lisa"], tmp_path).folders
+    assert RunRecord.load(folders[1].path).steps_done == 9
+
+
+def test_a_peers_run_is_neither_resumed_nor_exported(tiny: MakeConfig, tmp_path: Path) -> None:
+    (folder,) = compare(tiny(*PLAIN), ["lisa"], tmp_path).folders
+    before = folder.events.read_bytes()
+    for attempt in (lambda: resume(folder.path), lambda: export(folder, tmp_path / "model")):
+        with pytest.raises(
+            CheckpointError, match="of method 'lisa', which keeps no checkpoints; run the same comparison"
+        ):
+            attempt()
+    assert folder.events.read_bytes() == before
+
+
+def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> None:
+    alive = []
+
+    def models() -> int:
+        return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
+
+    def count(event: Event) -> None:
+        if event["kind"] == "end":
+            gc.collect()
+            alive.append(models())
+
+    gc.collect()
+    before = models()
+    compare(tiny(*PLAIN), ["bcd", "lisa"], tmp_path, listeners=lambda _folder: [count])
+    assert [seen - before for seen in alive] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["badam", "galore", "apollo", "lomo", "lora"])
+def test_a_peer_trains(name: str, tiny: MakeConfig, tmp_path: Path) -> None:
+    peer = require(name)
+    config = tiny(*PLAIN, "optimizer.lr=0.003")
+    context = job_for(name, config, tmp_path)
+    before = {key: p.detach().clone() for key, p in context.model.named_parameters()}
+    trainee = peer.build(context, 2)
+    losses = [take_step(context, trainee, step).loss for step in range(6)]
+    assert all(loss > 0 for loss in losses)
+    moved = {key for key, p in context.model.named_parameters() if key in before and not torch.equal(p, before[key])}
+    assert bool(moved) == (name != "lora")  # LoRA moves its adapters only
+    measured = job_for(name, config, tmp_path)
+    cycle = measure_cycle(measured, peer.build(measured, 3), visits=peer.cycle(measured))
+    assert cycle.flops > 0
+    assert cycle.peak.bytes > sum(p.nbytes for p in before.values())
+    assert (cycle.optimizer_bytes == 0) == (name == "lomo")
+    assert (cycle.gradient_bytes == 0) == (name == "lomo")
+
+
+def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
+    peer = require("lora")
+    for split, count in (("train", 8), ("test", 4)):
+        rows = [f"{'good' if at % 2 else 'bad'} {at},{at % 2}" for at in range(count)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
+    config = RunConfig.from_mapping(
+        {
+            "labelled": {"source": str(tmp_path), "row_tokens": 8, "cache": str(tmp_path / "cache")},
+            "model": {"architecture": "bert", "config": {"num_hidden_layers": 2, "hidden_size": 8, **HEADS}},
+            "schedule": {"visit": "3 steps", "sweeps": 1},
+            "batch": {"rows": 2},
+        }
+    )
+    trainee = peer.build(job_for("lora", config, tmp_path), None)
+    trained = {name for name, p in trainee.model.named_parameters() if p.requires_grad}
+    assert any("classifier" in name and "lora" not in name for name in trained)
+    assert all("classifier" in name or "lora" in name for name in trained)
+
+
+def test_badam_costs_what_a_block_costs(tiny: MakeConfig, tmp_path: Path) -> None:
+    peer = require("badam")
+    full, blocks = tiny(*PLAIN), tiny(*PLAIN, "blocks.count=3")
+    flops = []
+    for name, config in (("lisa", full), ("badam", blocks)):
+        context = job_for(name, config, tmp_path)
+        flops.append(measure_cycle(context, PEERS[name].build(context, 3), visits=peer.cycle(context)).flops)
+    assert flops[1] < flops[0]  # its backward pass stops at the active block
+
+
+def test_lomo_cannot_accumulate(tiny: MakeConfig, tmp_path: Path) -> None:
+    peer = require("lomo")
+    context = job_for("lomo", tiny(*PLAIN, "batch.micro_rows=1"), tmp_path)
+    with pytest.raises(ConfigError, match=r"leave batch\.micro_rows out"):
+        peer.build(context, None)
+
+
+def test_a_missing_package_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Peer(build=lisa, module="no_such_package", package="nosuch")
+    monkeypatch.setitem(PEERS, "missing", missing)
+    with pytest.raises(ConfigError, match=r"needs nosuch.*pip install 'blocktrain\[peers\]'"):
+        missing.require("missing", torch.device("cpu"))
+
+
+def test_what_needs_a_gpu_says_so_before_anything_is_trained(tiny: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs a CUDA device.*CUDA and XPU devices only"):
+        compare(tiny(), ["full", "offload"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_method_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'badam'"):
+        method("badamm", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "optimizer"), [("full-sgd", 1.0, "SGD"), ("full-muon", 0.01, "Muon"), ("lomo", 1.0, "AdamW")]
+)
+def test_rates_are_usual_for_the_method(name: str, rate: float, optimizer: str, tiny: MakeConfig) -> None:
+    theirs = METHODS[name].change(tiny(), 9, PACE)
+    assert theirs.optimizer.lr == pytest.approx(rate)
+    assert theirs.optimizer.name == optimizer
+    assert theirs.stop.duration == Duration.steps(9)
+
+
+def test_the_command_line_refuses_what_is_not_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"
+    assert main(["compare", str(example), "--lr-search", "fast", "--out", str(tmp_path / "out")]) == 2
+    assert "such as 0.5,1,2" in capsys.readouterr().err
+
+
+def test_an_interrupted_peer_begins_anew(tiny: MakeConfig, tmp_path: Path) -> None:
+    compare(tiny(*PLAIN), ["lisa"], tmp_path)
+    log = tmp_path / "lisa" / "events.jsonl"
+    whole = [{k: v for k, v in event.items() if k not in TIMED} for event in read_events(log)]
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:6]))
+    compare(tiny(*PLAIN), ["lisa"], tmp_path)
+    assert [{k: v for k, v in event.items() if k not in TIMED} for event in read_events(log)] == whole
+
+
+TIMED = ("seconds", "peak_memory_bytes")

@@ -1,0 +1,61 @@
+"""Running things around a module's forward pass."""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktrain.memory.fake import fake_copy
+from blocktrain.modules.wrap import wrap_forward
+
+
+@dataclass(eq=False)
+class Noting:
+    """Notes its name each time it runs."""
+
+    name: str
+    seen: list[str] = field(default_factory=list)
+
+    def __call__(self, run, *args, **kwargs):
+        self.seen.append(self.name)
+        return run(*args, **kwargs)
+
+
+def test_the_last_one_added_is_the_outermost_and_removing_leaves_the_module_as_it_was() -> None:
+    module, seen, x = nn.Linear(3, 3), [], torch.ones(1, 3)
+    expected = module(x)
+    remove_inner = wrap_forward(module, Noting("inner", seen))
+    remove_outer = wrap_forward(module, Noting("outer", seen))
+    assert torch.equal(module(x), expected)
+    assert seen == ["outer", "inner"]
+    remove_inner()
+    module(x)
+    assert seen == ["outer", "inner", "outer"]
+    remove_outer()
+    assert "forward" not in module.__dict__
+
+
+def test_what_runs_around_runs_again_when_activations_are_computed_again() -> None:
+    module, inner = nn.Linear(3, 3), Noting("fetch")
+    wrap_forward(module, inner)
+    wrap_forward(module, lambda run, x: checkpoint(run, x, use_reentrant=False))
+    module(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    assert inner.seen == ["fetch", "fetch"]
+
+
+def test_a_copy_runs_around_its_own_module() -> None:
+    module, noting = nn.Linear(3, 3), Noting("a")
+    wrap_forward(module, noting)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.zero_()
+    assert twin(torch.ones(1, 3)).abs().sum() > 0  # the copy's weights, not the original's
+    assert noting.seen == []
+
+    fake = fake_copy(module)
+    with fake.running():
+        assert type(fake.model(torch.ones(1, 3))).__name__ == "FakeTensor"
+    assert noting.seen == []
