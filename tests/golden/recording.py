@@ -38,13 +38,13 @@ def recorded_folder(folder: Path) -> dict[str, Any]:
     sessions = json.loads((folder / "run.json").read_text())["sessions"]
     return {
         "sessions": [session["step"] for session in sessions],
+        "events": events,
         "checkpoints": {
             manifest.parent.name: {
                 name: entry["sha256"] for name, entry in sorted(json.loads(manifest.read_text())["files"].items())
             }
             for manifest in manifests
         },
-        "events": events,
     }
 
 
