@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import DataError, storage_errors
-
-Event = dict[str, Any]
+from blocktrain.records.codec import Event
 
 
 class EventLog:

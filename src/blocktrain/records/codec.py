@@ -1,0 +1,71 @@
+"""Dataclasses to plain JSON values and back, by their type hints.
+
+Numbers that JSON cannot hold are written as text (`"nan"`, `"inf"`), which `float` reads back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_origin
+
+T = TypeVar("T")
+Event = dict[str, Any]  # one line of the log: plain values
+
+
+def encode(record: Any) -> Event:
+    """The fields of a dataclass, nested ones included; one marked `optional` is left out while it has its default."""
+    values = {item: getattr(record, item.name) for item in dataclasses.fields(record)}
+    return {
+        item.name: _plain(value)
+        for item, value in values.items()
+        if not (item.metadata.get("optional") and value == item.default)
+    }
+
+
+def decode(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass `cls` from what `encode` gave, or an older version of it did: unknown keys are left out.
+
+    Raises `KeyError` for a missing field without a default, `TypeError` or `ValueError` for a value of another type.
+    """
+    hints, found = _hints(cls), {}
+    for item in dataclasses.fields(typing.cast(Any, cls)):
+        if item.name in values:
+            found[item.name] = _typed(hints[item.name], values[item.name])
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise KeyError(f"a {cls.__name__} record without '{item.name}'")
+    return cls(**found)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return encode(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        kinds = [kind for kind in arguments if kind is not type(None)]
+        return _typed(
+            next((kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)), kinds[0]), value
+        )
+    if origin is tuple:
+        return tuple(_typed(arguments[0], item) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return {str(key): _typed(arguments[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return decode(typing.cast(type, hint), value)
+    return value if hint is Any else hint(value)
