@@ -22,15 +22,17 @@ import blocktrain as bt
 from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.chain import Layer
-from blocktrain.compare.peers import Peer
-from blocktrain.compare.session import whole_context
-from blocktrain.compare.step import take_step
+from blocktrain.compare.adapter import Adapter
+from blocktrain.compare.external_module import ExternalModule
+from blocktrain.compare.external_setup import external_context
 from blocktrain.errors import ConfigError
 from blocktrain.plan.presets import find_model
 from blocktrain.runtime import is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.growth import running_without
+from blocktrain.train.step import take_step
+from blocktrain.train.technique import Techniques
+from blocktrain.train.techniques.growth import running_without
 from blocktrain.train.verify_plan import meta_model
 
 Contender = Callable[[], float]
@@ -109,15 +111,20 @@ def steps_of(context: TrainingContext, block: Block, *, level: int = 0, without:
     return run
 
 
-def steps_of_peer(peer: Peer, config: RunConfig, folder: Path, *, visit: int | None = None) -> Contender:
-    """A step of a method that trains by itself. visit: steps between two switches, where it switches what it trains;
-    then the mean over a whole cycle."""
-    context = whole_context(config, folder)
-    trainee, count = peer.build(context, visit), 1 if visit is None else visit * peer.cycle(context)
-    taken = iter(range(1_000_000))
-    return lambda: statistics.mean(
-        timed(context.device, lambda: take_step(context, trainee, next(taken))) for _ in range(count)
-    )
+def steps_of_external(adapter: Adapter, config: RunConfig, folder: Path, *, visit: int | None = None) -> Contender:
+    """A step of another package's method. visit: steps between two switches, where it switches what it trains; then
+    the mean over a whole cycle."""
+    context = external_context(config, folder)
+    module = ExternalModule(context, adapter.build(context, visit), Techniques())
+    (whole_run,) = context.schedule.visits(context.partition)
+    numbers = iter(range(1_000_000))
+
+    def step() -> None:
+        number = next(numbers)
+        take_step(context, module, Techniques(), whole_run, step=number, visit_step=number)
+
+    count = 1 if visit is None else visit * adapter.cycle(context)
+    return lambda: statistics.mean(timed(context.device, step) for _ in range(count))
 
 
 def random_model(name: str, device: torch.device) -> nn.Module:

@@ -14,6 +14,7 @@ from runner import Case, Figures, Place
 
 from blocktrain.compare.compare import Search, compare
 from blocktrain.errors import DataError
+from blocktrain.records.run_records import Evaluation, Record
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
@@ -146,9 +147,9 @@ def data_folder(place: Place, name: str) -> str:
     return str(Path(place.data / name).resolve())
 
 
-def _progress(name: str) -> Callable[[Mapping[str, Any]], None]:
-    def listen(event: Mapping[str, Any]) -> None:
-        if event["kind"] == "evaluation":
-            print(f"{name}: step {event['step']}, validation {event['loss']:.4f}, {event['seconds']:.0f} s", flush=True)
+def _progress(name: str) -> Callable[[Record], None]:
+    def listen(record: Record) -> None:
+        if isinstance(record, Evaluation):
+            print(f"{name}: step {record.step}, validation {record.loss:.4f}, {record.seconds:.0f} s", flush=True)
 
     return listen

@@ -24,7 +24,7 @@ from blocktrain.chain.activation import activate, release
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.runtime import environment, pick_device
 from blocktrain.train.config import MemoryConfig
-from blocktrain.train.memory_saving import saving_memory
+from blocktrain.train.techniques.memory_saving import saving_memory
 
 LAYERS, WIDTH, HEADS, ROWS, TOKENS, CHUNK, BLOCKS = 12, 512, 8, 8, 256, 256, 3
 COMMON = {"vocab_size": 8192, "use_cache": False, "attn_implementation": "sdpa"}

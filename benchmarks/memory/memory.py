@@ -34,7 +34,7 @@ from blocktrain.optim.precision import Moments, preset
 from blocktrain.runtime import SideStream, environment, pick_device, source_commit
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.memory_profile import StepShape, peaks_of_all
-from blocktrain.train.memory_saving import saving_memory
+from blocktrain.train.techniques.memory_saving import saving_memory
 
 GIB = 2**30
 TOKENS = 1024

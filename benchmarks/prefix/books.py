@@ -21,16 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blocktrain.parallel.local_sgd import parallel
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
+from blocktrain.train.blocks_setup import BlocksSetup
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.prefix_runner import PrefixRunner
 from blocktrain.train.run_folder import RunFolder
-from blocktrain.train.run_header import opening_records
-from blocktrain.train.step import train_step
+from blocktrain.train.step import take_step
+from blocktrain.train.technique import Position
 
 STEPS_PER_VISIT = 12
 
@@ -50,32 +49,31 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
         "cached": build(shortened(bcd, "host", rows), folder),
         "full": build(full, folder),
     }
-    prefix = {
-        name: PrefixRunner(context, folder / name, opening_records(context, name)[1]["flops"]["forward_layers"])
-        for name, context in jobs.items()
-    }
     for name in jobs:
         (folder / name).mkdir()
+    setup = BlocksSetup()
+    runs = {
+        name: setup.prepare(context, setup.opening(context, setup.header(context, name), None), folder / name)
+        for name, context in jobs.items()
+    }
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}
     visits = {name: list(context.schedule.visits(context.partition)) for name, context in jobs.items()}
-    together = {name: parallel(context.ranks, context.config.distributed) for name, context in jobs.items()}
     with ExitStack() as whole:
-        whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
-        whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
+        whole.enter_context(runs["full"].module.visit(visits["full"][0], None))
         for block in range(len(jobs["cached"].partition)):
             with ExitStack() as stack:
                 for name in ("uncached", "cached"):
-                    visit = visits[name][block]
-                    stack.enter_context(jobs[name].optimizer.visit(visit.block))
-                    stack.enter_context(together[name].visit(jobs[name].optimizer.in_visit))
-                    prefix[name].open(visit)
+                    visit, first = visits[name][block], block * STEPS_PER_VISIT
+                    stack.enter_context(runs[name].module.visit(visit, None))
+                    place = {"visit": visit.index, "sweep": visit.sweep, "block": visit.block.index, "step": first}
+                    runs[name].techniques.open_visit(visit, Position(**place, tokens=0, seconds=0.0))
                     times[name].append([])
                 for at in range(STEPS_PER_VISIT):
-                    for name, context in jobs.items():
+                    for name, run in runs.items():
                         visit = visits[name][0 if name == "full" else block]
                         step = block * STEPS_PER_VISIT + at
                         start = time.perf_counter()
-                        train_step(context, prefix[name], together[name], visit, step=step, visit_step=at)
+                        take_step(run.context, run.module, run.techniques, visit, step=step, visit_step=at)
                         times[name][-1].append(time.perf_counter() - start)
     return times
 

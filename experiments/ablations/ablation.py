@@ -40,7 +40,7 @@ from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
 from blocktrain.train.context import build
-from blocktrain.train.growth import growing_visits
+from blocktrain.train.techniques.growth import growing_visits
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -130,7 +130,7 @@ def time_steps(runs: Path, size: Size, methods: Sequence[str], rounds: int) -> d
     contenders = {}
     for method in dict.fromkeys(("full", *map(full_of, methods), *methods)):
         context = build(config_of(runs, size, method, size.rates[0], 0), runs / "timed")
-        for index in sorted(set(context.schedule.blocks_of(0, len(context.partition)))):
+        for index in context.visited_blocks:
             contenders[_step_name(method, index)] = steps_of(context, context.trained[index])
         for visit, layers in growing_visits(context):
             name = _step_name(method, visit.block.index, len(layers))

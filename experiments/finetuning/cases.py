@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rivals  # noqa: F401 - registers the adapters
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, steps_of, steps_of_peer
+from stepping import Contender, interleaved, steps_of, steps_of_external
 from tabling import spread
 from training import data_folder, searched, spent
 
 from blocktrain.compare.compare import Search
-from blocktrain.compare.methods import METHODS
-from blocktrain.compare.profile import VISIT
+from blocktrain.compare.external_profile import VISIT
+from blocktrain.compare.methods import method as find_method
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import build
@@ -118,19 +119,19 @@ def _every(step: int, whole: Path, folder: Path) -> Path:
 
 def _whole(name: str, config: RunConfig, place: Place) -> Contender:
     """A step of full training or of a peer, over a whole cycle where it switches what it trains."""
-    method = METHODS[name]
+    method = find_method(name, place.device)
     changed = method.change(config, 10_000, build(config, place.work).geometry)
-    if method.peer is None:
+    if method.adapter is None:
         context = build(changed, place.work)
         return steps_of(context, context.partition[0])
-    return steps_of_peer(method.peer, changed, place.work, visit=VISIT)
+    return steps_of_external(method.adapter, changed, place.work, visit=VISIT)
 
 
 def _by_block(config: RunConfig, called: str, place: Place) -> dict[str, Contender]:
     """A step in each block that the schedule visits, as it is and from stored hidden states."""
     context = build(config, place.work)
     found: dict[str, Contender] = {}
-    for index in sorted(set(context.schedule.blocks_of(0, len(context.partition)))):
+    for index in context.visited_blocks:
         block = context.trained[index]
         found[f"{called} {index}"] = steps_of(context, block)
         level = context.partition.chain.layers.index(block.layers[0])

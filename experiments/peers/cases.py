@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rivals  # noqa: F401 - registers the adapters
 from runner import Case, Experiment, Figures, Place, Results, markdown
-from stepping import Contender, interleaved, steps_of, steps_of_peer
+from stepping import Contender, interleaved, steps_of, steps_of_external
 from tabling import spread
 from training import loss_after, searched
 
+from blocktrain.compare.adapter import ADAPTERS
 from blocktrain.compare.compare import Search
-from blocktrain.compare.methods import METHODS
-from blocktrain.compare.peers import PEERS
+from blocktrain.compare.methods import method as find_method
 from blocktrain.errors import BlocktrainError
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig
@@ -94,19 +95,19 @@ def _config(scale: str, place: Place, entry: Entry) -> RunConfig:
 
 def _can_run(method: str, place: Place) -> bool:
     """Whether its package is installed and takes this device."""
-    peer = PEERS.get(method)
-    if peer is None:
+    adapter = ADAPTERS.get(method)
+    if adapter is None:
         return True
-    if peer.cuda_only is not None and place.device.type != "cuda":
+    if adapter.cuda_only is not None and place.device.type != "cuda":
         return False
-    return peer.module is None or importlib.util.find_spec(peer.module.partition(".")[0]) is not None
+    return adapter.module is None or importlib.util.find_spec(adapter.module.partition(".")[0]) is not None
 
 
 def _contender(entry: Entry, config: RunConfig, place: Place) -> Contender:
     """A step of one method; of ours, the mean of a step in each block."""
-    method = METHODS[entry.method]
+    method = find_method(entry.method, place.device)
     theirs = method.change(config, 10_000, build(config, place.work).geometry)
-    return _ours(theirs, place) if method.peer is None else steps_of_peer(method.peer, theirs, place.work)
+    return _ours(theirs, place) if method.adapter is None else steps_of_external(method.adapter, theirs, place.work)
 
 
 def _ours(config: RunConfig, place: Place) -> Contender:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from blocktrain.chain.block import Block, Partition
+from blocktrain.dotted_path import find_by_path
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.runtime import permutation
 from blocktrain.units import BatchGeometry, Duration
@@ -40,6 +41,29 @@ class Visit:
     sweep: int
     block: Block
     duration: Duration
+
+
+class Schedule(Protocol):
+    """The order and the length of a run's visits. It must be a function of its own fields alone: every rank, and every
+    session of a resumed run, asks again and has to get the same visits."""
+
+    def visits(self, partition: Partition, *, start: int = 0) -> Iterator[Visit]:
+        """The run's visits from the `start`-th on, in order. Visits of one sweep share a sampled subset of the rows.
+        Raises `ConfigError` where the schedule does not fit the partition."""
+        ...
+
+    def trained(self, partition: Partition) -> list[Block]:
+        """What a visit to each block trains, by the block's index."""
+        ...
+
+    def max_steps(self, partition: Partition, geometry: BatchGeometry) -> int | None:
+        """The most optimizer steps that all visits may take together; None where they never end."""
+        ...
+
+    def keeps_boundaries(self) -> bool:
+        """Whether every visit of a sweep begins below the one before. A boundary that the first visit stores is then
+        still valid when a later visit of the sweep needs it, so a prefix cache keeps them all."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +121,16 @@ class Cyclic:
         """The longest that the run's `visit`-th visit may last."""
         return self.first_visits[visit] if visit < len(self.first_visits) else self.visit
 
-    def steps(self, visits: int, geometry: BatchGeometry) -> int:
-        """The most steps that the run's first `visits` visits may take."""
-        first = self.first_visits[:visits]
-        return sum(length.in_steps(geometry) for length in first) + (visits - len(first)) * self.visit.in_steps(
-            geometry
-        )
+    def max_steps(self, partition: Partition, geometry: BatchGeometry) -> int | None:
+        """See `Schedule`."""
+        if self.sweeps is None:
+            return None
+        visits = self.sweeps * len(self.blocks_of(0, len(partition)))
+        return sum(self.duration(visit).in_steps(geometry) for visit in range(visits))
+
+    def keeps_boundaries(self) -> bool:
+        """See `Schedule`."""
+        return self.order == "descending"
 
     def trained(self, partition: Partition) -> list[Block]:
         """What a visit to each block trains, by the block's index."""
@@ -117,3 +145,18 @@ class Cyclic:
                 if index >= start:
                     yield Visit(index=index, sweep=sweep, block=trained[block], duration=self.duration(index))
                 index += 1
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"cyclic": Cyclic}  # the values of `schedule.kind` that need no dotted path
+
+
+def make_schedule(kind: str, **options: Any) -> Schedule:
+    """A schedule by its name in `SCHEDULES`, or by the dotted path of its class, `"package.module:Class"`.
+
+    Raises `ConfigError` for an unknown name, a path that cannot be imported, or options that the class refuses.
+    """
+    cls = SCHEDULES[kind] if kind in SCHEDULES else find_by_path(kind, key="schedule.kind", known=SCHEDULES)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"schedule.kind = '{kind}' refuses its options: {error}") from None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocktrain.chain.growth import Growth
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import blocktrain as bt
 from blocktrain.chain.chain import Chain
-from blocktrain.chain.growth import Growth
 from blocktrain.errors import ConfigError
 from blocktrain.memory.flops import count_flops
 

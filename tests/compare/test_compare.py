@@ -10,23 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from rivals.lisa import lisa
 from transformers import GPT2LMHeadModel
 
 from blocktrain.cli.main import main
-from blocktrain.compare import session
+from blocktrain.compare.adapter import ADAPTERS, Adapter
 from blocktrain.compare.compare import Search, compare
-from blocktrain.compare.lisa import lisa
-from blocktrain.compare.methods import METHODS, method
-from blocktrain.compare.peers import PEERS, Peer
-from blocktrain.compare.profile import measure_cycle
-from blocktrain.compare.step import take_step
+from blocktrain.compare.external_module import ExternalModule
+from blocktrain.compare.external_profile import MethodCosts, measure_costs
+from blocktrain.compare.external_setup import external_context
+from blocktrain.compare.methods import METHODS, external, method
 from blocktrain.errors import CheckpointError, ConfigError
-from blocktrain.records.log import Event, read_events
+from blocktrain.records.log import read_events
+from blocktrain.records.run_records import Record, RunEnd
 from blocktrain.report.comparison_table import comparison_rows
 from blocktrain.report.run import RunRecord
 from blocktrain.train.config import RunConfig
+from blocktrain.train.context import TrainingContext
 from blocktrain.train.export import export
 from blocktrain.train.run import resume
+from blocktrain.train.step import StepResult, take_step
+from blocktrain.train.technique import Techniques
 from blocktrain.units import BatchGeometry, Duration
 
 MakeConfig = Callable[..., RunConfig]
@@ -36,19 +40,30 @@ HEADS = {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embedd
 PACE = BatchGeometry(tokens_per_step=32, rows_per_step=2, rows_per_epoch=100)
 
 
-def job_for(name: str, config: RunConfig, out: Path):
+def context_for(name: str, config: RunConfig, out: Path):
     """The context that method `name` would train for 9 steps."""
-    return session.whole_context(METHODS[name].change(config, 9, PACE), out)
+    return external_context(external(name, ADAPTERS[name])(config, 9, PACE), out)
 
 
-def require(name: str) -> Peer:
-    """The peer, skipping where it cannot run."""
-    peer = PEERS[name]
-    if peer.cuda_only is not None and not torch.cuda.is_available():
-        pytest.skip(peer.cuda_only)
-    if peer.module is not None and importlib.util.find_spec(peer.module.partition(".")[0]) is None:
-        pytest.skip(f"{peer.package} is not installed")
-    return peer
+def require(name: str) -> Adapter:
+    """The adapter, skipping where its method cannot run."""
+    adapter = ADAPTERS[name]
+    if adapter.cuda_only is not None and not torch.cuda.is_available():
+        pytest.skip(adapter.cuda_only)
+    if adapter.module is not None and importlib.util.find_spec(adapter.module.partition(".")[0]) is None:
+        pytest.skip(f"{adapter.package} is not installed")
+    return adapter
+
+
+def take(module: ExternalModule, step: int) -> StepResult:
+    """One step of the only visit of the module's run."""
+    (visit,) = module.context.schedule.visits(module.context.partition)
+    return take_step(module.context, module, Techniques(), visit, step=step, visit_step=step)
+
+
+def costs_of(adapter: Adapter, context: TrainingContext, visits: int | None = None) -> MethodCosts:
+    module = ExternalModule(context, adapter.build(context, 3), Techniques())
+    return measure_costs(context, module, visits=visits or adapter.cycle(context))
 
 
 def test_lisa_and_full_see_the_same_rows_and_are_recorded_alike(tiny: MakeConfig, tmp_path: Path) -> None:
@@ -77,18 +92,18 @@ def test_lisa_and_full_see_the_same_rows_and_are_recorded_alike(tiny: MakeConfig
 
 
 def test_lisa_trains_both_ends_and_two_layers_and_keeps_moments(tiny: MakeConfig, tmp_path: Path) -> None:
-    context = job_for("lisa", tiny(*PLAIN), tmp_path)
-    trainee = lisa(context, 2)
+    context = context_for("lisa", tiny(*PLAIN), tmp_path)
+    module = ExternalModule(context, lisa(context, 2), Techniques())
     trained, owned = [], context.partition.chain.owned
     for step in range(6):
-        take_step(context, trainee, step)
+        take(module, step)
         trained.append({index for index, mine in enumerate(owned) if any(p.requires_grad for p in mine.values())})
     assert all({0, 5} < layers and len(layers) == 4 for layers in trained)
     assert trained[0] == trained[1]
     assert len({frozenset(layers) for layers in trained}) > 1
     ever = {name for index in set().union(*trained) for name in owned[index]}
     named = {id(p): name for name, p in context.model.named_parameters()}
-    kept = {named[id(p)] for optimizer in trainee.optimizers for p in optimizer.state}
+    kept = {named[id(p)] for optimizer in module.method.optimizers for p in optimizer.state}
     assert kept == ever  # a frozen layer's moments stay, as in the authors' trainer
 
 
@@ -136,8 +151,8 @@ def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> N
     def models() -> int:
         return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
 
-    def count(event: Event) -> None:
-        if event["kind"] == "end":
+    def count(record: Record) -> None:
+        if isinstance(record, RunEnd):
             gc.collect()
             alive.append(models())
 
@@ -149,25 +164,25 @@ def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["badam", "galore", "apollo", "lomo", "lora"])
 def test_a_peer_trains(name: str, tiny: MakeConfig, tmp_path: Path) -> None:
-    peer = require(name)
+    adapter = require(name)
     config = tiny(*PLAIN, "optimizer.lr=0.003")
-    context = job_for(name, config, tmp_path)
+    context = context_for(name, config, tmp_path)
     before = {key: p.detach().clone() for key, p in context.model.named_parameters()}
-    trainee = peer.build(context, 2)
-    losses = [take_step(context, trainee, step).loss for step in range(6)]
+    module = ExternalModule(context, adapter.build(context, 2), Techniques())
+    losses = [take(module, step).loss for step in range(6)]
     assert all(loss > 0 for loss in losses)
     moved = {key for key, p in context.model.named_parameters() if key in before and not torch.equal(p, before[key])}
     assert bool(moved) == (name != "lora")  # LoRA moves its adapters only
-    measured = job_for(name, config, tmp_path)
-    cycle = measure_cycle(measured, peer.build(measured, 3), visits=peer.cycle(measured))
-    assert cycle.flops > 0
-    assert cycle.peak.bytes > sum(p.nbytes for p in before.values())
-    assert (cycle.optimizer_bytes == 0) == (name == "lomo")
-    assert (cycle.gradient_bytes == 0) == (name == "lomo")
+    measured = context_for(name, config, tmp_path)
+    costs = costs_of(adapter, measured)
+    assert costs.flops > 0
+    assert costs.peak.bytes > sum(p.nbytes for p in before.values())
+    assert (costs.optimizer_bytes == 0) == (name == "lomo")
+    assert (costs.gradient_bytes == 0) == (name == "lomo")
 
 
 def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
-    peer = require("lora")
+    adapter = require("lora")
     for split, count in (("train", 8), ("test", 4)):
         rows = [f"{'good' if at % 2 else 'bad'} {at},{at % 2}" for at in range(count)]
         (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
@@ -179,33 +194,33 @@ def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
             "batch": {"rows": 2},
         }
     )
-    trainee = peer.build(job_for("lora", config, tmp_path), None)
-    trained = {name for name, p in trainee.model.named_parameters() if p.requires_grad}
+    method_of = adapter.build(context_for("lora", config, tmp_path), None)
+    trained = {name for name, p in method_of.model.named_parameters() if p.requires_grad}
     assert any("classifier" in name and "lora" not in name for name in trained)
     assert all("classifier" in name or "lora" in name for name in trained)
 
 
 def test_badam_costs_what_a_block_costs(tiny: MakeConfig, tmp_path: Path) -> None:
-    peer = require("badam")
+    adapter = require("badam")
     full, blocks = tiny(*PLAIN), tiny(*PLAIN, "blocks.count=3")
     flops = []
     for name, config in (("lisa", full), ("badam", blocks)):
-        context = job_for(name, config, tmp_path)
-        flops.append(measure_cycle(context, PEERS[name].build(context, 3), visits=peer.cycle(context)).flops)
+        context = context_for(name, config, tmp_path)
+        flops.append(costs_of(ADAPTERS[name], context, visits=adapter.cycle(context)).flops)
     assert flops[1] < flops[0]  # its backward pass stops at the active block
 
 
 def test_lomo_cannot_accumulate(tiny: MakeConfig, tmp_path: Path) -> None:
-    peer = require("lomo")
-    context = job_for("lomo", tiny(*PLAIN, "batch.micro_rows=1"), tmp_path)
+    adapter = require("lomo")
+    context = context_for("lomo", tiny(*PLAIN, "batch.micro_rows=1"), tmp_path)
     with pytest.raises(ConfigError, match=r"leave batch\.micro_rows out"):
-        peer.build(context, None)
+        adapter.build(context, None)
 
 
 def test_a_missing_package_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Peer(build=lisa, module="no_such_package", package="nosuch")
-    monkeypatch.setitem(PEERS, "missing", missing)
-    with pytest.raises(ConfigError, match=r"needs nosuch.*pip install 'blocktrain\[peers\]'"):
+    missing = Adapter(build=lisa, module="no_such_package", package="nosuch")
+    monkeypatch.setitem(ADAPTERS, "missing", missing)
+    with pytest.raises(ConfigError, match=r"needs nosuch.*pip install nosuch"):
         missing.require("missing", torch.device("cpu"))
 
 
@@ -224,7 +239,8 @@ def test_an_unknown_method_names_the_nearest() -> None:
     ("name", "rate", "optimizer"), [("full-sgd", 1.0, "SGD"), ("full-muon", 0.01, "Muon"), ("lomo", 1.0, "AdamW")]
 )
 def test_rates_are_usual_for_the_method(name: str, rate: float, optimizer: str, tiny: MakeConfig) -> None:
-    theirs = METHODS[name].change(tiny(), 9, PACE)
+    change = METHODS[name].change if name in METHODS else external(name, ADAPTERS[name])
+    theirs = change(tiny(), 9, PACE)
     assert theirs.optimizer.lr == pytest.approx(rate)
     assert theirs.optimizer.name == optimizer
     assert theirs.stop.duration == Duration.steps(9)

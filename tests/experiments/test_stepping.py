@@ -7,7 +7,7 @@ from pathlib import Path
 from stepping import steps_of
 
 from blocktrain.train.context import build
-from blocktrain.train.growth import growing_visits
+from blocktrain.train.techniques.growth import growing_visits
 
 
 def test_a_step_of_a_growing_model_is_timed_without_the_layers_it_leaves_out(tiny, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from recording import Recording, recorded_folder, written
 from runs import CRASHED, RUNS, SIGNALLED, file_of, write_data
@@ -104,13 +103,14 @@ class Crash(BaseException):
 def train_with_interruptions(name: str) -> None:
     """Stopped by a signal, which leaves a checkpoint; then by a crash, which leaves none; then to the end."""
     import blocktrain as bt
+    from blocktrain.records.run_records import Record, Step
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["kind"] == "step" and event["step"] == SIGNALLED:
+    def stop(record: Record) -> None:
+        if isinstance(record, Step) and record.step == SIGNALLED:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def crash(event: dict[str, Any]) -> None:
-        if event["kind"] == "step" and event["step"] == CRASHED:
+    def crash(record: Record) -> None:
+        if isinstance(record, Step) and record.step == CRASHED:
             raise Crash
 
     config = bt.RunConfig.load(f"{name}.toml", RUNS[name].overrides)

@@ -280,7 +280,7 @@ RUNS: Mapping[str, Run] = {
     ),
     "compared": Run(
         covers="`blocktrain compare`: full training, and a rival that needs no other package",
-        overrides=("schedule.visit=8 steps", "batch.micro_rows=2", "log_every=3"),
+        overrides=("schedule.visit=8 steps", "batch.micro_rows=2", "log_every=3", 'imports=["rivals"]'),
         command="compare",
         methods=("full", "lisa"),
     ),

@@ -20,6 +20,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.integrations import trackers
 from blocktrain.integrations.trackers import Tracked, Trackers
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import Record, Step
 from blocktrain.train.config import RunConfig, TrackingConfig
 from blocktrain.train.run_folder import RunFolder
 
@@ -30,9 +31,9 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def crash_at(step: int) -> Callable[[Event], None]:
-    def listen(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+def crash_at(step: int) -> Callable[[Record], None]:
+    def listen(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             raise Crash
 
     return listen

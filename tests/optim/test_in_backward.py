@@ -27,7 +27,7 @@ from blocktrain.schedule import Cyclic
 from blocktrain.train.context import build
 from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
 from blocktrain.train.oom_advice import savings
-from blocktrain.train.run_header import opening_records
+from blocktrain.train.run_header import count_opening, run_header
 from blocktrain.units import Duration
 
 from .conftest import OPTIMIZERS, assert_nothing_moves
@@ -232,7 +232,7 @@ def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
 
 def test_arithmetic_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
     context = build(tiny("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), tmp_path)
-    cost = next(event for event in opening_records(context, "bcd") if event["kind"] == "cost")
+    cost = count_opening(context, run_header(context, "bcd")).costs.to_event()
     for block, parts in zip(context.partition, cost["memory"]["blocks"], strict=True):
         assert parts["gradients"] == max(p.nbytes for p in block.parameters.values())
 

@@ -42,9 +42,9 @@ def test_the_largest_that_fits_is_taken(context: TrainingContext, monkeypatch: p
     four, two = needed(context, 4), needed(context, 2)
     assert four > two
     leave(monkeypatch, four / auto_micro_batch.SHARE + 1)
-    assert auto_micro_rows(context)["micro_rows"] == 4
+    assert auto_micro_rows(context).micro_rows == 4
     leave(monkeypatch, four / auto_micro_batch.SHARE - 1)
-    assert auto_micro_rows(context)["micro_rows"] == 2
+    assert auto_micro_rows(context).micro_rows == 2
 
 
 def test_one_that_fails_in_the_rehearsal_is_divided(context: TrainingContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +61,8 @@ def test_one_that_fails_in_the_rehearsal_is_divided(context: TrainingContext, mo
         return auto_micro_batch.StepShape(loss=loss, micro_steps=shape.micro_steps, inputs=shape.inputs)
 
     monkeypatch.setattr(auto_micro_batch, "step_shape", failing)
-    event = auto_micro_rows(context)
-    assert (event["micro_rows"], event["failed"]) == (2, [4])
+    found = auto_micro_rows(context)
+    assert (found.micro_rows, found.failed) == (2, (4,))
 
 
 def test_nothing_fits(context: TrainingContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_nothing_fits(context: TrainingContext, monkeypatch: pytest.MonkeyPatch)
 def test_the_rehearsal_leaves_no_trace(context: TrainingContext) -> None:
     before = {name: value.clone() for name, value in context.model.state_dict().items()}
     random, modes = torch.get_rng_state(), [module.training for module in context.model.modules()]
-    assert auto_micro_rows(context)["micro_rows"] == 4
+    assert auto_micro_rows(context).micro_rows == 4
     assert all(torch.equal(value, before[name]) for name, value in context.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in context.model.modules()] == modes

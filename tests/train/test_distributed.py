@@ -21,6 +21,7 @@ import torch.distributed as dist
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import Record, Step
 from blocktrain.testing import run_distributed
 from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
@@ -82,8 +83,8 @@ def train_until(folder: str, mapping: Mapping, step: int) -> None:
     """Rank 0 crashes after `step`; the other ranks see it."""
     count_nothing_here()
 
-    def crash(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+    def crash(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             raise Crash
 
     try:
@@ -115,7 +116,7 @@ def interrupt_rank_1(folder: str, mapping: Mapping) -> tuple[str, int]:
     count_nothing_here()
     from blocktrain.train import trainer
 
-    take, taken = trainer.train_step, []
+    take, taken = trainer.take_step, []
 
     def step(*args: Any, **keywords: Any) -> Any:
         taken.append(keywords["step"])
@@ -123,7 +124,7 @@ def interrupt_rank_1(folder: str, mapping: Mapping) -> tuple[str, int]:
             os.kill(os.getpid(), signal.SIGTERM)
         return take(*args, **keywords)
 
-    trainer.train_step = step
+    trainer.take_step = step
     try:
         bt.run(bt.RunConfig.from_mapping(mapping), folder)
     except Interrupted as stop:
@@ -279,14 +280,14 @@ def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
     count_nothing_here()
     from blocktrain.train import trainer
 
-    take = trainer.train_step
+    take = trainer.take_step
 
     def step(*args: Any, **keywords: Any) -> Any:
-        if dist.get_rank() == 1 and args[1].active:
+        if dist.get_rank() == 1 and args[2].by_name["prefix_cache"].is_active:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return take(*args, **keywords)
 
-    trainer.train_step = step
+    trainer.take_step = step
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -333,8 +334,8 @@ def stop_after(folder: str, mapping: Mapping | None, overrides: list[str], step:
     """Begin or go on, and stop with a checkpoint after `step`."""
     count_nothing_here()
 
-    def stop(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+    def stop(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:

@@ -15,19 +15,21 @@ from blocktrain.chain.load import ModelConfig
 from blocktrain.errors import ConfigError
 from blocktrain.memory.flops import StepCounter
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import Record, Step
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
-from blocktrain.train import run_header, trainer
+from blocktrain.train import run_header
 from blocktrain.train.context import build
-from blocktrain.train.growth import begin_layers, left_out
+from blocktrain.train.techniques import growth
+from blocktrain.train.techniques.growth import Growth, left_out
 
 ZERO = "model.zero_residuals=true"  # four layers in three blocks: embedding; 0 and 1; 2, 3 and the head
 COSTS = {"cost", "cache", "cached", "end"}
 
 
-def crash(event: Event) -> None:
+def crash(record: Record) -> None:
     """At step 7, which is in the second visit."""
-    if event["kind"] == "step" and event["step"] == 7:
+    if isinstance(record, Step) and record.step == 7:
         raise KeyboardInterrupt
 
 
@@ -66,7 +68,7 @@ def test_left_out_or_not_a_run_is_the_same(
     assert [visit.get("left_out", 0) for visit in visits[:3]] == (
         [3, 1, 0] if "blocks.pieces=modules" in overrides else [4, 2, 0]
     )
-    monkeypatch.setattr(trainer, "left_out", lambda _job, _visit: ())
+    monkeypatch.setattr(growth, "left_out", lambda _job, _visit: ())
     monkeypatch.setattr(run_header, "growing_visits", lambda _job: ())
     bt.run(config, tmp_path / "whole")
     grown, whole = learned(tmp_path / "grown"), learned(tmp_path / "whole")
@@ -113,10 +115,10 @@ def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overri
 
     visits = list(islice(context.schedule.visits(context.partition), 4))
     for visit in visits[:2]:  # what is there to copy is reached by now, and not by a visit that copied it
-        begin_layers(context, visit)
+        Growth(context).before_visit(visit)
     drawn, before = [weights(layer) for layer in range(4)], loss()
     assert not torch.equal(drawn[0]["mlp.c_fc.weight"], drawn[1]["mlp.c_fc.weight"])
-    begin_layers(context, visits[2])
+    Growth(context).before_visit(visits[2])
     zero = {f"{part}.c_proj.{kind}" for part in ("attn", "mlp") for kind in ("weight", "bias")}
     for layer, source in ((2, 0), (3, 1)):
         copy = weights(layer)
@@ -125,7 +127,7 @@ def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overri
         assert not torch.equal(copy["mlp.c_fc.weight"], drawn[layer]["mlp.c_fc.weight"])
     assert torch.equal(loss(), before)
     changed = weights(2)
-    begin_layers(context, visits[3])
+    Growth(context).before_visit(visits[3])
     assert all(torch.equal(value, changed[name]) for name, value in weights(2).items())
 
 
@@ -138,7 +140,7 @@ def test_a_schedule_that_never_reaches_a_layer_goes_on(tiny, tmp_path: Path) -> 
 def test_masters_of_a_copy_begin_at_its_weights(tiny, tmp_path: Path) -> None:
     context = build(tiny(ZERO, "model.grown_layers=copied", "precision=bf16-exact"), tmp_path)
     for visit in islice(context.schedule.visits(context.partition), 3):
-        begin_layers(context, visit)
+        Growth(context).before_visit(visit)
     assert context.optimizer.block_low_bits(1)["transformer.h.0.mlp.c_fc.weight"].any()
     assert not context.optimizer.block_low_bits(2)["transformer.h.2.mlp.c_fc.weight"].any()
 

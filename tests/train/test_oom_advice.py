@@ -14,11 +14,13 @@ import torch
 import blocktrain as bt
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.records.log import read_events
+from blocktrain.records.run_records import MemoryPeaks, PeakMemory
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import build
 from blocktrain.train.oom_advice import advice, advise_when_out_of_memory, savings
 
 PARTS = {"activations": 800, "frozen": 400, "moments": 120, "gradients": 60, "active": 60, "logits": 40}
+MEMORY = MemoryPeaks(blocks=(PeakMemory(parts=PARTS),), full=PeakMemory(parts=PARTS))
 
 # Trains, and after the fourth step's checkpoint leaves the process 32 MiB: the next step asks for more.
 LIMITED = """
@@ -80,7 +82,7 @@ def test_what_cannot_be_made_smaller_is_not_proposed(tiny, tmp_path: Path) -> No
 
 def test_other_errors_pass_unchanged(tiny, tmp_path: Path) -> None:
     context = build(tiny(), tmp_path)
-    with pytest.raises(RuntimeError, match="something else"), advise_when_out_of_memory(context, {}, "here"):
+    with pytest.raises(RuntimeError, match="something else"), advise_when_out_of_memory(context, MEMORY, "here"):
         raise RuntimeError("something else")
 
 
@@ -94,7 +96,7 @@ def test_the_error_holds_no_tensor_of_the_failed_step(tiny, tmp_path: Path) -> N
         seen.append(weakref.ref(tensor))
         raise MemoryError
 
-    with pytest.raises(OutOfMemoryError), advise_when_out_of_memory(context, {"blocks": [{"parts": PARTS}]}, "here"):
+    with pytest.raises(OutOfMemoryError), advise_when_out_of_memory(context, MEMORY, "here"):
         fail()
     assert seen[0]() is None
 

@@ -11,10 +11,10 @@ import pytest
 from blocktrain.optim.learning_tail import Tail
 from blocktrain.records.log import Event
 from blocktrain.schedule import Cyclic
-from blocktrain.train import run_header
+from blocktrain.train import run_header as opening_module
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.run_header import opening_records
+from blocktrain.train.run_header import count_opening, run_header
 from blocktrain.units import Duration
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"
@@ -26,7 +26,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingContex
     """The context of the example, and its cost record."""
     folder = tmp_path_factory.mktemp("quickstart")
     context = build(RunConfig.load(EXAMPLE, [f"text.cache={folder}", "device=cpu"]), folder)
-    return context, opening_records(context, "bcd")[1]
+    return context, count_opening(context, run_header(context, "bcd")).costs.to_event()
 
 
 def in_suffixes(context: TrainingContext) -> TrainingContext:
@@ -85,10 +85,10 @@ def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Train
     config = replace(context.config, optimizer=replace(context.config.optimizer, tail="sgd"))
     context.optimizer.tail = Tail(rule="sgd")
     try:
-        tail = run_header._costs(replace(context, config=config))
+        tail = opening_module._costs(replace(context, config=config))
     finally:
         context.optimizer.tail = None
-    suffix = run_header._costs(in_suffixes(context))
+    suffix = opening_module._costs(in_suffixes(context))
     assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
     assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
     for mine, theirs in zip(tail["memory"]["blocks"], alone["memory"]["blocks"], strict=True):
@@ -100,7 +100,7 @@ def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[TrainingContext
     """The block and every block above it; at block 0, a full step exactly."""
     context, _ = quickstart
     suffix = in_suffixes(context)
-    cost = run_header._costs(suffix)
+    cost = opening_module._costs(suffix)
     flops = cost["flops"]
     assert flops["blocks"][0] == flops["full"]
     assert flops["theory_blocks"] == pytest.approx(flops["blocks"], rel=0.02)

@@ -52,8 +52,9 @@ class LiveLine:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, record) -> None:
         """Show one event."""
+        event: Event = record.to_event()
         match event["kind"]:
             case "run":
                 self._open(event)

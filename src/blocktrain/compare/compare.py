@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from blocktrain.compare.external_setup import is_finished, train_external
 from blocktrain.compare.methods import Method, method
-from blocktrain.compare.session import finished, train_peer
 from blocktrain.errors import ConfigError, NonFiniteError, storage_errors
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.records.log import read_events
@@ -119,9 +119,11 @@ def compare(
 
 
 def _require_alone(methods: Mapping[str, Method], ranks: Ranks) -> None:
-    peers = [name for name, each in methods.items() if each.peer is not None]
-    if peers and ranks.size > 1:
-        raise ConfigError(f"method '{peers[0]}' trains in one process, and there are {ranks.size}; leave torchrun out")
+    external = [name for name, each in methods.items() if each.adapter is not None]
+    if external and ranks.size > 1:
+        raise ConfigError(
+            f"method '{external[0]}' trains in one process, and there are {ranks.size}; leave torchrun out"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,9 @@ class _Comparing:
         begun = self.ranks.rank0_broadcast(lambda: self._begun(theirs, folder))
         if begun == "finished":
             return folder
-        heard, peer = self.listeners(folder.path), self.method.peer
-        if peer is not None:
-            return train_peer(theirs, peer, folder.path, method=self.name, listeners=heard, command=self.command)
+        heard, adapter = self.listeners(folder.path), self.method.adapter
+        if adapter is not None:
+            return train_external(theirs, adapter, folder.path, method=self.name, listeners=heard, command=self.command)
         if begun == "begun":
             return resume(folder.path, listeners=heard)
         return run(theirs, folder.path, method=self.method.recorded, listeners=heard, command=self.command)
@@ -172,7 +174,7 @@ class _Comparing:
             return "new"
         if folder.config() != theirs:
             raise ConfigError(f"'{folder.path}' holds a run with another configuration; choose another --out")
-        return "finished" if finished(folder) else "begun"
+        return "finished" if is_finished(folder) else "begun"
 
 
 def last_loss(folder: RunFolder) -> float:

@@ -3,7 +3,7 @@
 bcd, uncached                      ours
 full                               full training with the configured optimizer
 full-adamw, full-sgd, full-muon    full training with another one
-badam, lisa, ...                   `peers.py`: their own trainer, for as many steps on the same rows
+lisa, badam, ...                   another package's trainer, for as many steps on the same rows (`adapter.py`)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.compare.peers import PEERS, Peer
+from blocktrain.compare.adapter import ADAPTERS, Adapter
 from blocktrain.data.sampling import Sampling
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.train.config import RunConfig, ScheduleConfig
@@ -35,11 +35,16 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to train: how it changes the configuration; `peer`: what trains instead of ours. recorded: its kind."""
+    """A way to train.
+
+    change: how it changes the configuration.
+    recorded: what its records call it.
+    adapter: what trains in place of our own modules, for another package's method.
+    """
 
     change: Change
     recorded: str
-    peer: Peer | None = None
+    adapter: Adapter | None = None
 
 
 def bcd(config: RunConfig, steps: int, geometry: BatchGeometry) -> RunConfig:
@@ -78,13 +83,13 @@ def full_with(name: str) -> Change:
     return change
 
 
-def beside(name: str, peer: Peer) -> Change:
-    """What a peer gets: the configured blocks and visits, should it have any, at a rate usual for it."""
+def external(name: str, adapter: Adapter) -> Change:
+    """What another package's method gets: the configured blocks and visits, should it have any, at its usual rate."""
 
     def change(config: RunConfig, steps: int, geometry: BatchGeometry) -> RunConfig:
         plain = _in_steps(config, steps, geometry)
         visit = Duration.steps(config.schedule.visit.in_steps(geometry))
-        rate = config.optimizer.lr * peer.rate / RATES.get(config.optimizer.name, 1.0)
+        rate = config.optimizer.lr * adapter.rate / RATES.get(config.optimizer.name, 1.0)
         return replace(
             plain,
             name=f"{config.name}, {name}",
@@ -114,15 +119,22 @@ METHODS: dict[str, Method] = {
     "full": Method(change=full, recorded="full"),
     "uncached": Method(change=uncached, recorded="uncached"),
     **{f"full-{name.lower()}": Method(change=full_with(name), recorded="full") for name in OPTIONS},
-    **{name: Method(change=beside(name, peer), recorded=name, peer=peer) for name, peer in PEERS.items()},
 }
 
 
 def method(name: str, device: torch.device) -> Method:
-    """The method called `name`; raises `ConfigError` naming the nearest one, or what it lacks to run on `device`."""
-    if name not in METHODS:
-        raise ConfigError(f"method '{name}' is unknown; {nearest(name, METHODS)}")
-    found = METHODS[name]
-    if found.peer is not None:
-        found.peer.require(name, device)
-    return found
+    """The method called `name`: one of `METHODS`, or one that an import of the configuration has registered.
+
+    Raises `ConfigError` that names the nearest one, or what it lacks to run on `device`.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    if name not in ADAPTERS:
+        raise ConfigError(
+            f"method '{name}' is unknown; {nearest(name, [*METHODS, *ADAPTERS])}. Methods of other packages are "
+            "registered by a module that the configuration imports, such as imports = ['rivals'] with the repository's "
+            "experiments/ on PYTHONPATH"
+        )
+    adapter = ADAPTERS[name]
+    adapter.require(name, device)
+    return Method(change=external(name, adapter), recorded=name, adapter=adapter)

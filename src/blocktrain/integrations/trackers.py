@@ -86,8 +86,9 @@ class Trackers:
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(f"tracking.to names '{name}', whose client is not installed: pip install {package}")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, record) -> None:
         """Send the event's figures; those of steps between two of `log_every` are left out, as in the run's log."""
+        event: Event = record.to_event()
         if event["kind"] == "run":
             self._name = event["name"]
         elif event["kind"] == "end":

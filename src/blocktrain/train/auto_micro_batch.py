@@ -17,13 +17,13 @@ from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.memory.tracker import Peak
-from blocktrain.records.log import Event
+from blocktrain.records.run_records import MicroBatch
 from blocktrain.runtime import free_memory_bytes, is_out_of_memory
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.memory_profile import StepShape, predicted_peaks
-from blocktrain.train.memory_saving import saving_memory
 from blocktrain.train.oom_advice import advice
 from blocktrain.train.task import to_device
+from blocktrain.train.techniques.memory_saving import saving_memory
 from blocktrain.units import format_bytes
 
 SHARE = 0.9  # of what is free may be planned: allocators round up, kernels need room of their own
@@ -51,8 +51,8 @@ def beside_weights(peak: Peak) -> int:
     return peak.bytes - sum(peak.parts.get(part, 0) for part in ("frozen", "active", "buffers"))
 
 
-def auto_micro_rows(context: TrainingContext) -> Event:
-    """The record `micro_batch`; raises `OutOfMemoryError` where not even a single row fits."""
+def auto_micro_rows(context: TrainingContext) -> MicroBatch:
+    """How many rows to take at a time, and why; raises `OutOfMemoryError` where not even a single row fits."""
     free = free_memory_bytes(context.device)
     kept = _kept_on_this_device(context)
     failed: list[int] = []
@@ -66,7 +66,7 @@ def auto_micro_rows(context: TrainingContext) -> Event:
             failed.append(rows)
             continue
         reason = f"{rows} of {context.rank_rows} rows need {format_bytes(needed[worst])} of {format_bytes(free)} free"
-        return {"kind": "micro_batch", "micro_rows": rows, "reason": reason, "failed": failed}
+        return MicroBatch(micro_rows=rows, reason=reason, failed=tuple(failed))
     peaks = predicted_peaks(context.optimizer, step_shape(context, 1), blocks=context.trained)
     raise OutOfMemoryError(
         f"not a single row fits: {format_bytes(max(map(beside_weights, peaks)) + kept)} needed beside the weights, "

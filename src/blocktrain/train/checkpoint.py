@@ -162,9 +162,14 @@ def save_checkpoint(
     return target
 
 
-def logged_bytes(path: Path) -> int:
-    """The length of the log when a checkpoint was written; raises `CheckpointError` where its list is damaged."""
-    return _read_manifest(path)["log_bytes"]
+def read_header(path: Path) -> CheckpointHeader:
+    """A checkpoint without its tensors; raises `CheckpointError` where its manifest is damaged."""
+    return _header(_read_manifest(path))
+
+
+def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
+    progress = Progress.from_json(manifest["progress"])
+    return CheckpointHeader(progress=progress, log_bytes=manifest["log_bytes"], data=manifest["data"])
 
 
 def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> CheckpointHeader:
@@ -193,9 +198,7 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
             buffers = dict(partition.model.named_buffers())
             for name, value in load_file(path / "buffers.safetensors").items():
                 buffers[name].copy_(value)
-    return CheckpointHeader(
-        progress=Progress.from_json(manifest["progress"]), log_bytes=manifest["log_bytes"], data=manifest["data"]
-    )
+    return _header(manifest)
 
 
 def _read_block(

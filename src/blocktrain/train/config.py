@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,13 @@ from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.sampling import Sampling
 from blocktrain.data.text import TextConfig
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, first_line
 from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.learning_tail import Rule, Tail
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.parallel.data_parallel import DistributedConfig
-from blocktrain.schedule import Cyclic, Span
+from blocktrain.schedule import Schedule, Span, make_schedule
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
 from blocktrain.units import Duration
@@ -69,6 +70,9 @@ class BlocksConfig:
             raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
 
+CYCLIC_DEFAULTS: dict[str, Any] = {"first_visits": (), "order": "ascending", "span": "block"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Which block is visited when, and for how long.
@@ -79,6 +83,8 @@ class ScheduleConfig:
     order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
     span: what a visit trains: its "block"; or the "suffix", every block above it too, to learn more from a token; that
         takes the memory of all these blocks.
+    kind: "cyclic"; or a schedule of your own, "package.module:Class", which is given visit, sweeps, seed and options.
+    options: further arguments of that class.
     """
 
     visit: Duration
@@ -87,9 +93,23 @@ class ScheduleConfig:
     order: Literal["ascending", "descending", "shuffled"] | tuple[int, ...] = "ascending"
     span: Span = "block"
     plateau: Plateau | None = None
+    kind: str = "cyclic"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Cyclic(visit=self.visit, sweeps=self.sweeps, order=self.order, span=self.span)  # its own checks
+        self.build(seed=0)  # its own checks
+
+    def build(self, *, seed: int) -> Schedule:
+        """The schedule that this table describes; `seed` decides what it draws."""
+        cyclic = {"first_visits": self.first_visits, "order": self.order, "span": self.span}
+        if self.kind == "cyclic" and self.options:
+            raise ConfigError("options are for a schedule of your own; name its class in schedule.kind")
+        if self.kind != "cyclic":
+            changed = [key for key, default in CYCLIC_DEFAULTS.items() if cyclic[key] != default]
+            if changed:
+                raise ConfigError(f"kind = '{self.kind}' takes options, not {changed[0]}: set schedule.options")
+        options = cyclic if self.kind == "cyclic" else self.options
+        return make_schedule(self.kind, visit=self.visit, sweeps=self.sweeps, seed=seed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +272,8 @@ class RunConfig:
         frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
     on_nonfinite: what becomes of a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
+    imports: modules to import before the tables are read: they register techniques, kinds of data, stores or methods of
+        your own. Their code runs.
     """
 
     name: str = "run"
@@ -260,6 +282,7 @@ class RunConfig:
     precision: str = "fp32"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     log_every: int = 1
+    imports: tuple[str, ...] = ()
     model: ModelConfig
     schedule: ScheduleConfig
     text: TextConfig | None = None
@@ -363,7 +386,14 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> RunConfig:
-        """From nested dictionaries, as `to_mapping` gives them."""
+        """From nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
+        for module in values.get("imports") or ():
+            try:
+                importlib.import_module(str(module))
+            except ImportError as error:
+                raise ConfigError(
+                    f"imports: module '{module}' cannot be imported ({first_line(error)}); is it on PYTHONPATH?"
+                ) from None
         return from_mapping(cls, values)
 
     def to_mapping(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from torch import nn
 
 from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.growth import Growth
 from blocktrain.chain.load import load_model
 from blocktrain.chain.partition import partition
+from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.shuffle import ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from blocktrain.parallel.fsdp import require_whole
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.parallel.stages import PipelineConfig, require_stages
 from blocktrain.runtime import pick_device, seed_everything
-from blocktrain.schedule import Cyclic
+from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.build_task import build_task, require_separate_conversations
 from blocktrain.train.config import BlocksConfig, OptimizerConfig, RunConfig
@@ -52,11 +53,11 @@ class TrainingContext:
     device: torch.device
     model: nn.Module
     partition: Partition
-    growth: Growth | None  # where layers begin as the identity
+    growth: IdentityLayers | None  # where layers begin as the identity
     optimizer: BlockOptimizer
     task: Task
     rows: RowPlan
-    schedule: Cyclic
+    schedule: Schedule
     rule: VisitRule
     geometry: BatchGeometry
     tokenizer: Tokenizer | None
@@ -82,10 +83,14 @@ class TrainingContext:
         limits = []
         if self.config.stop.duration is not None:
             limits.append(self.config.stop.duration.in_steps(self.geometry))
-        if self.schedule.sweeps is not None:
-            visits = self.schedule.sweeps * len(self.schedule.blocks_of(0, len(self.partition)))
-            limits.append(self.schedule.steps(visits, self.geometry))
-        return min(limits, default=None)
+        scheduled = self.schedule.max_steps(self.partition, self.geometry)
+        return min([*limits, scheduled] if scheduled is not None else limits, default=None)
+
+    @property
+    def visited_blocks(self) -> list[int]:
+        """Indices of the blocks that the first sweep visits, in ascending order."""
+        sweep = itertools.takewhile(lambda visit: visit.sweep == 0, self.schedule.visits(self.partition))
+        return sorted({visit.block.index for visit in sweep})
 
 
 def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> TrainingContext:
@@ -106,19 +111,12 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     require_separate_conversations(model, task)
     batch = task.train.batch([0])
     parts = cut(model, config.blocks, batch)
-    growth = Growth(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
+    growth = IdentityLayers(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
     choose_kernels(config.memory.kernels, device)
     if config.memory.loss_chunk is not None:
         with evaluating(model):
             check_chunked(model, to_device(batch, device))
-    schedule = Cyclic(
-        visit=config.schedule.visit,
-        first_visits=config.schedule.first_visits,
-        sweeps=config.schedule.sweeps,
-        order=config.schedule.order,
-        span=config.schedule.span,
-        seed=config.seed,
-    )
+    schedule = config.schedule.build(seed=config.seed)
     next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
     if rows > len(task.train):

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from blocktrain.errors import OutOfMemoryError
-from blocktrain.records.log import Event
+from blocktrain.records.run_records import MemoryPeaks
 from blocktrain.runtime import free_memory_bytes, is_out_of_memory
 from blocktrain.train.context import TrainingContext
 from blocktrain.units import format_bytes
@@ -33,10 +33,10 @@ BY_BLOCK = ("master", "gradients", "moments")
 
 
 @contextmanager
-def advise_when_out_of_memory(context: TrainingContext, memory: Event, doing: str) -> Iterator[None]:
+def advise_when_out_of_memory(context: TrainingContext, memory: MemoryPeaks, doing: str) -> Iterator[None]:
     """Turn an allocation that failed inside into an `OutOfMemoryError` with a plan.
 
-    memory: the record `memory`. doing: what was going on, to say so.
+    memory: the tracked peaks of a step. doing: what was going on, for the message.
     """
     try:
         yield
@@ -45,8 +45,8 @@ def advise_when_out_of_memory(context: TrainingContext, memory: Event, doing: st
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors of the step that failed
         active = context.optimizer.active
-        blocks = memory["blocks"] if active is None else [memory["blocks"][active.index]]
-        parts = max((block["parts"] for block in blocks), key=lambda parts: sum(parts.values()))
+        peaks = memory.blocks if active is None else memory.blocks[active.index : active.index + 1]
+        parts = max((peak.parts for peak in peaks), key=lambda parts: sum(parts.values()))
         said = f"out of memory {doing}; {advice(context, parts)}; the last checkpoint is as it was"
         raise OutOfMemoryError(said) from None
 

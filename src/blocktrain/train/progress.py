@@ -26,7 +26,9 @@ class Progress:
     run_over: str | None = None
     evaluated: int | None = None  # step of the last evaluation
     score: dict[str, Any] = field(default_factory=dict)  # its figures
-    cached: dict[str, Any] | None = None  # what a prefix cache did in the current visit so far
+    techniques: dict[str, Any] = field(default_factory=dict)  # the state of each that has one, by name
+    micro_rows: int | None = None  # what `batch.micro_rows = "auto"` came to
+    header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain values."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from blocktrain.parallel.ranks import Ranks, is_launched, open_ranks
 from blocktrain.runtime import environment, pick_device
+from blocktrain.train.blocks_setup import BlocksSetup
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.interrupt import stop_requests
@@ -68,7 +69,7 @@ def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overr
 def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: Sequence[Listener]) -> None:
     with stop_requests(second="is the same" if is_launched() else "stops") as stop:
         heard = listeners if context.ranks.is_rank0 else ()
-        Trainer(context=context, folder=folder, method=method, listeners=heard, stop=stop).run()
+        Trainer(context=context, folder=folder, setup=BlocksSetup(), method=method, listeners=heard, stop=stop).run()
 
 
 def _begun(folder: RunFolder, config: RunConfig) -> bool:

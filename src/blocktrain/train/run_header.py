@@ -6,10 +6,8 @@ and with everything active for comparison. The closed form stands beside the cou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,47 +19,34 @@ from blocktrain.chain.checkpointing import checkpointed_layers
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.memory.tracker import Peak
-from blocktrain.records.log import Event, read_events
+from blocktrain.records.codec import decode
+from blocktrain.records.run_records import BlockSummary, MemoryPeaks, RunHeader, StepCosts
 from blocktrain.runtime import pick_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.growth import growing_visits, running_without
 from blocktrain.train.interpolate_blocks import ends, filled, interpolate
 from blocktrain.train.memory_profile import predicted_peaks
-from blocktrain.train.memory_saving import saving_memory
+from blocktrain.train.opening import Opening
 from blocktrain.train.schema import to_mapping
 from blocktrain.train.task import to_device
-
-OPENING = ("run", "cost", "memory", "micro_batch")
-
-
-def opening_records(context: TrainingContext, method: str) -> list[Event]:
-    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/records.py` has
-    their fields)."""
-    decided = [auto_micro_rows(context)] if context.config.batch.micro_rows == "auto" else []
-    for event in decided:
-        context = replace(context, micro_rows=event["micro_rows"])
-    return [
-        _run_event(context, method),
-        {"kind": "cost", **_costs(context), **_growing(context)},
-        {"kind": "memory", **_memory(context)},
-        *decided,
-    ]
+from blocktrain.train.techniques.growth import growing_visits, running_without
+from blocktrain.train.techniques.memory_saving import saving_memory
 
 
-def logged_opening(path: Path, length: int, context: TrainingContext, method: str) -> list[Event]:
-    """The same, of a run that has been begun, from the first `length` bytes of its log; empty where there are none, or
-    it was begun on other hardware or in another precision."""
-    logged = [event for event in read_events(path, length=length) if event["kind"] in OPENING] if length else []
-    begun = max((at for at, event in enumerate(logged) if event["kind"] == "run"), default=0)
-    same = logged[begun : begun + 1] == [json.loads(json.dumps(_run_event(context, method)))]
-    return logged[begun:] if same else []
-
-
-def step_flops(cost: Event) -> dict[tuple[int, int], int]:
-    """FLOPs of an optimizer step, from the record `cost`, by the block that is visited and the layers left out."""
-    grown = {(each["block"], each["left_out"]): each["flops"] for each in cost.get("growing", ())}
-    return {(block, 0): flops for block, flops in enumerate(cost["flops"]["blocks"])} | grown
+def count_opening(context: TrainingContext, header: RunHeader, micro_rows: int | None = None) -> Opening:
+    """The opening records of a run; `micro_rows` where an earlier session of it has decided on them already."""
+    chosen = None
+    if micro_rows is None and context.config.batch.micro_rows == "auto":
+        chosen = auto_micro_rows(context)
+        micro_rows = chosen.micro_rows
+    if micro_rows is not None:
+        context = replace(context, micro_rows=micro_rows)
+    return Opening(
+        header=header,
+        costs=decode(StepCosts, {**_costs(context), **_growing(context)}),
+        memory=decode(MemoryPeaks, _memory(context)),
+        micro_batch=chosen,
+    )
 
 
 def _memory(context: TrainingContext) -> dict[str, Any]:
@@ -76,38 +61,39 @@ def _peak(peak: Peak) -> dict[str, Any]:
     return {"parts": dict(peak.parts), "host_bytes": peak.host_bytes, "operation": peak.operation}
 
 
-def _run_event(context: TrainingContext, method: str) -> Event:
-    return {
-        "kind": "run",
-        "method": method,
-        "name": context.config.name,
-        "model": type(context.model).__name__,
-        "parameters": context.partition.num_parameters,
-        "unit": context.task.unit,
-        "tokens_per_step": context.geometry.tokens_per_step,
-        "rows_per_step": context.geometry.rows_per_step,
-        "steps_planned": context.total_steps,
-        "optimizer": context.config.optimizer.name,
-        "precision": context.config.precision,
-        "state": context.config.optimizer.state,
-        "micro_rows": context.config.batch.micro_rows,
-        "memory": to_mapping(context.config.memory),
-        "layout": context.config.distributed.layout,
-        "device": pick_device(context.config.device).type,
-        "processes": context.ranks.size,
-        "span": context.config.schedule.span,
-        "tail": context.config.optimizer.tail,
-        "blocks": [
-            {
-                "index": block.index,
-                "first": block.names[0],
-                "last": block.names[-1],
-                "layers": len(block.names),
-                "parameters": block.num_parameters,
-            }
+def run_header(context: TrainingContext, method: str) -> RunHeader:
+    """What is trained, and how; `method` is what the report calls it."""
+    config = context.config
+    return RunHeader(
+        method=method,
+        name=config.name,
+        model=type(context.model).__name__,
+        parameters=context.partition.num_parameters,
+        unit=context.task.unit,
+        tokens_per_step=context.geometry.tokens_per_step,
+        rows_per_step=context.geometry.rows_per_step,
+        steps_planned=context.total_steps,
+        optimizer=config.optimizer.name,
+        precision=config.precision,
+        state=config.optimizer.state,
+        micro_rows=config.batch.micro_rows,
+        memory=to_mapping(config.memory),
+        layout=config.distributed.layout,
+        device=pick_device(config.device).type,
+        processes=context.ranks.size,
+        span=config.schedule.span,
+        tail=config.optimizer.tail,
+        blocks=tuple(
+            BlockSummary(
+                index=block.index,
+                first=block.names[0],
+                last=block.names[-1],
+                layers=len(block.names),
+                parameters=block.num_parameters,
+            )
             for block in context.partition
-        ],
-    }
+        ),
+    )
 
 
 def _costs(context: TrainingContext) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.runtime import SideStream
 from blocktrain.train.config import MemoryConfig
-from blocktrain.train.memory_saving import saving_memory
+from blocktrain.train.techniques.memory_saving import saving_memory
 
 STEPS = 2  # the second of a visit finds the moments there
 

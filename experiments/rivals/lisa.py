@@ -1,4 +1,4 @@
-"""LISA (Pan et al., arXiv 2403.17919, Algorithm 1), written here because its authors publish no package of it alone.
+"""LISA (Pan et al., arXiv 2403.17919, Algorithm 1), implemented here: its authors publish no package of it alone.
 
 Embedding and head are always trained; of the layers between, `ACTIVE` drawn at random are trained for `EVERY` steps,
 then others. One optimizer over all parameters, as in the authors' trainer (LMFlow): a layer that is frozen again keeps
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from blocktrain.compare.trainee import Trainee
+from blocktrain.compare.external_module import ExternalMethod
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import permutation
 from blocktrain.train.context import TrainingContext
@@ -17,7 +17,7 @@ from blocktrain.train.context import TrainingContext
 ACTIVE, EVERY = 2, 20  # layers at a time (the paper's gamma), steps (its K)
 
 
-def lisa(context: TrainingContext, period: int | None) -> Trainee:
+def lisa(context: TrainingContext, period: int | None) -> ExternalMethod:
     """Trains `ACTIVE` layers at a time for `period` steps (`EVERY` if None)."""
     first, *between, last = context.partition.chain.owned
     if len(between) < ACTIVE:
@@ -31,7 +31,7 @@ def lisa(context: TrainingContext, period: int | None) -> Trainee:
             _train_only(context.model, [*always, *(p for index in drawn for p in between[index].values())])
 
     named = dict(context.model.named_parameters())
-    return Trainee(model=context.model, optimizers=context.optimizer.factory.build(named), begin=begin)
+    return ExternalMethod(model=context.model, optimizers=context.optimizer.factory.build(named), begin=begin)
 
 
 def draws(context: TrainingContext) -> int:

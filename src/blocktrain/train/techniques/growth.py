@@ -1,20 +1,56 @@
-"""A run whose model grows: layers that are the identity still, because no visit has reached them, are left out.
+"""`model.zero_residuals`: a run whose model grows. Layers that no visit has reached yet are the identity, and left out.
 
     visit        0: block 0    1: block 1    2: block 0
     layers 0, 1  trained       frozen        trained
     layers 2, 3  left out      trained       frozen
 
-Which layers those are follows from the schedule alone, so a resumed run goes on with the same ones.
+Which layers those are follows from the schedule alone, so a resumed run leaves out the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from blocktrain.chain.chain import Layer
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.opening import Opening
+from blocktrain.train.technique import Technique, TechniqueKind
+
+
+class Growth(Technique):
+    """Leaves layers out until a visit reaches them, and initializes those that a visit reaches first."""
+
+    def __init__(self, context: TrainingContext):
+        self._context = context
+        self._left_out: tuple[int, tuple[Layer, ...]] = (-1, ())  # of the visit with this index
+
+    def before_visit(self, visit: Visit) -> None:
+        """Copy weights of trained layers into the layers that this visit is the first to reach, if configured."""
+        if self._context.growth is None or self._context.config.model.grown_layers == "drawn":
+            return
+        reached, waiting = _at(self._context, visit)
+        known = [layer for layer in self._context.growth.layers if layer not in (*reached, *waiting)]
+        self._context.optimizer.copy_weights(self._context.growth.copies(reached, known))
+
+    def layers_left_out(self, visit: Visit) -> tuple[Layer, ...]:
+        """See `Technique`."""
+        if self._left_out[0] != visit.index:
+            self._left_out = (visit.index, left_out(self._context, visit))
+        return self._left_out[1]
+
+    def around_step(self, visit: Visit) -> AbstractContextManager[object]:
+        """See `Technique`."""
+        return running_without(self._context, self.layers_left_out(visit))
+
+
+def _build(context: TrainingContext, opening: Opening, folder: Path) -> Growth | None:
+    return None if context.growth is None else Growth(context)
+
+
+KIND = TechniqueKind(build=_build)
 
 
 def left_out(context: TrainingContext, visit: Visit) -> tuple[Layer, ...]:
@@ -29,16 +65,6 @@ def growing_visits(context: TrainingContext) -> Iterator[tuple[Visit, tuple[Laye
         if waiting and (visit.block.index, len(waiting)) not in seen:
             seen.add((visit.block.index, len(waiting)))
             yield visit, waiting
-
-
-def begin_layers(context: TrainingContext, visit: Visit) -> None:
-    """Before `visit`, give the layers that it is the first to reach the weights of layers reached before, if they are
-    to begin so."""
-    if context.growth is None or context.config.model.grown_layers == "drawn":
-        return
-    reached, waiting = _at(context, visit)
-    known = [layer for layer in context.growth.layers if layer not in (*reached, *waiting)]
-    context.optimizer.copy_weights(context.growth.copies(reached, known))
 
 
 def running_without(context: TrainingContext, layers: Collection[Layer]) -> AbstractContextManager[None]:

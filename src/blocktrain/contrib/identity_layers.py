@@ -28,7 +28,7 @@ from blocktrain.modules.chunked_loss import whole_logits
 _REMEDY = "leave out model.zero_residuals"
 
 
-class Growth:
+class IdentityLayers:
     """Makes all layers of `chain` but its first and its last the identity, and leaves them out where that is asked.
 
     The model is one that can be trained. batch: one row as keyword arguments, to find the last matrices with and to

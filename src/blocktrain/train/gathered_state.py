@@ -1,19 +1,18 @@
-"""How a context's work is laid out over its processes, and how what they train comes together in a checkpoint.
+"""What several ranks train, gathered for a checkpoint.
 
-            the model                          a step's rows      in a checkpoint
-    rows    whole on each process              shared out         as one process has it
-    layers  whole on each, run in stages       pass through all   of each parameter, what its stage has
-    shards  in equal parts                     shared out         parts put together
+    layout      the model                          a step's rows      in a checkpoint
+    data        whole on each rank                 divided            as rank 0 has it
+    pipeline    whole on each, run in stages       pass through all   each parameter from the stage that trains it
+    fsdp        sharded over the ranks             divided            shards put together
 
-Rank 0 writes a checkpoint block by block, and asks for each block's tensors as it comes to it (`GatheredState.fetch`);
-the others go through the same blocks in the same order. So no process holds more than one block of what others have.
+Rank 0 writes a checkpoint block by block and fetches each block's tensors when it comes to it; the other ranks go
+through the same blocks in the same order. So no rank holds more than one block of what the others have.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,59 +22,26 @@ from torch import Tensor
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.state import BlockState, decode_state, encode_state
-from blocktrain.parallel.data_parallel import ByRows
-from blocktrain.parallel.fsdp import FSDPSteps, ShardedPartition, ShardingConfig
-from blocktrain.parallel.local_sgd import parallel
+from blocktrain.parallel.fsdp import ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
-from blocktrain.runtime import pick_device
 from blocktrain.train.checkpoint import CheckpointHeader, CheckpointSource, blocks_to_write, save_checkpoint
-from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, optimizer_of, pipeline_config
+from blocktrain.train.context import TrainingContext
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """`context` as this process works on it. `trained` returns what a checkpoint is written from. Collective: every
-    rank must call it."""
-
-    context: TrainingContext
-    parallel: ByRows | Pipeline
-    trained: Callable[[], CheckpointSource]
-
-
-def lay_out(context: TrainingContext, folder: Path, forward_flops: Sequence[int]) -> Layout:
-    """As `[distributed]` says. `folder` is the run's; forward_flops: of each layer, to share them out by."""
-    config, ranks = context.config.distributed, context.ranks
-    if is_pipeline(context.config, ranks):
-        pipeline = Pipeline(ranks, context.partition, pipeline_config(context.config), costs=forward_flops)
-        return Layout(context=context, parallel=pipeline, trained=lambda: GatheredFromStages(context, pipeline))
-    if is_sharded(context.config, ranks):
-        device, before = pick_device(context.config.device), context.optimizer.state_dict()
-        compute = "fp32" if context.config.precision == "fp32" else "bf16"
-        settings = ShardingConfig(compute_dtype=compute, reduce_dtype=config.reduce_dtype)
-        sharded = ShardedPartition(ranks, context.partition, settings, device=device)
-        optimizer = optimizer_of(context.config, sharded.partition, folder, ranks)
-        optimizer.load_state_dict(sharded.scattered(before))
-        laid = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
-        return Layout(
-            context=laid, parallel=FSDPSteps(ranks, config), trained=lambda: GatheredFromShards(laid, sharded)
-        )
-    return Layout(context=context, parallel=parallel(ranks, config), trained=lambda: context.optimizer)
-
-
-def write_checkpoint(layout: Layout, folder: Path, saved: CheckpointHeader, *, keep: int) -> None:
-    """As `save_checkpoint`, on rank 0; the other processes hand over what they have. All must call it."""
-    context, trained, step = layout.context, layout.trained(), saved.progress.step
-    if isinstance(trained, GatheredState):
-        wanted = context.ranks.rank0_broadcast(
-            lambda: blocks_to_write(folder, step, partition=context.partition, trained=trained)
-        )
-        if not context.ranks.is_rank0:
+def write_checkpoint(
+    context: TrainingContext, source: CheckpointSource, folder: Path, header: CheckpointHeader, *, keep: int
+) -> None:
+    """`save_checkpoint` on rank 0; the other ranks hand over what they have. Collective."""
+    ranks, partition, step = context.ranks, context.partition, header.progress.step
+    if isinstance(source, GatheredState):
+        wanted = ranks.rank0_broadcast(lambda: blocks_to_write(folder, step, partition=partition, trained=source))
+        if not ranks.is_rank0:
             for index in wanted:
-                trained.fetch(index)
-    if context.ranks.is_rank0:
-        save_checkpoint(folder, saved, partition=context.partition, trained=trained, keep=keep)
+                source.fetch(index)
+    if ranks.is_rank0:
+        save_checkpoint(folder, header, partition=partition, trained=source, keep=keep)
 
 
 class BlockContents(NamedTuple):

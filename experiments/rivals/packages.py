@@ -1,4 +1,4 @@
-"""Other tools' methods, through their own packages: each a function that builds what trains, quirks and all.
+"""Other packages' methods: each a function that builds what trains, quirks and all.
 
     pip install 'blocktrain[peers]'
 
@@ -18,20 +18,14 @@ weight decay, learning rates or the first visit is left as it is: that is what i
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from blocktrain.chain.block import Partition
-from blocktrain.compare.lisa import draws, lisa
-from blocktrain.compare.trainee import Trainee
+from blocktrain.compare.adapter import import_package, silenced
+from blocktrain.compare.external_module import ExternalMethod
 from blocktrain.errors import ConfigError
 from blocktrain.train.context import TrainingContext, cut
 
@@ -39,61 +33,13 @@ UPDATE_PROJECTION_EVERY = 200  # steps, GaLore's and APOLLO's default
 LORA_RANK = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A method that trains by itself.
-
-    build: (context, steps between two switches; None: its usual) -> what trains. The model comes trainable as a whole.
-    rate: the learning rate to start from, over AdamW's. optimizer: whose update it is; None: the configured class.
-    module, package: what it imports, and how that is installed; None: nothing. cuda_only: why it needs a GPU, if it
-    does. cycle: switches until everything has had its turn.
-    """
-
-    build: Callable[[TrainingContext, int | None], Trainee]
-    rate: float = 1.0
-    optimizer: str | None = None
-    module: str | None = None
-    package: str | None = None
-    cuda_only: str | None = None
-    cycle: Callable[[TrainingContext], int] = lambda context: 1
-
-    def require(self, name: str, device: torch.device) -> None:
-        """Raise `ConfigError` where it cannot run: on another device, or without its package."""
-        if self.cuda_only and device.type != "cuda":
-            raise ConfigError(f"method '{name}' needs a CUDA device, and this run is on {device}: {self.cuda_only}")
-        if self.module is not None:
-            load(self.module, name, self.package or self.module)
-
-
-def load(module: str, name: str, package: str) -> Any:
-    """Import `module`; raises `ConfigError` saying how to install it. Its own warnings are not the user's business."""
-    try:
-        with _quiet():
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"method '{name}' needs {package}, which cannot be imported ({error}); pip install 'blocktrain[peers]'"
-        ) from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def badam(context: TrainingContext, period: int | None) -> Trainee:
+def badam(context: TrainingContext, period: int | None) -> ExternalMethod:
     """BAdam (Luo et al., arXiv 2404.02827) over the blocks of the configuration, each for as long as a visit lasts.
 
     It finds blocks by the text of parameters' names, so it gets whole names. It warns of fp32 weights and prints every
     switch: both are silenced.
     """
-    package = load("badam", "badam", "badam")
+    package = import_package("badam", "badam", "badam")
     config, model = context.config, context.model
     order = {"ascending": "ascending", "descending": "descending", "shuffled": "random"}.get(str(config.schedule.order))
     if order is None:
@@ -102,11 +48,11 @@ def badam(context: TrainingContext, period: int | None) -> Trainee:
     bases = context.optimizer.factory.build(dict(named))
     if len(bases) != 1:
         raise ConfigError(f"badam wraps one optimizer, and {config.optimizer.name} needs a second one; use AdamW")
-    with _quiet():
+    with silenced():
         optimizer = package.BlockOptimizer(
             base_optimizer=bases[0],
             named_parameters_list=named,
-            block_prefix_list=[list(block.parameters) for block in _blocks(context)],
+            block_prefix_list=[list(block.parameters) for block in configured_blocks(context)],
             switch_block_every=period or config.schedule.visit.in_steps(context.geometry),
             switch_mode=order,
             verbose=0,
@@ -114,11 +60,11 @@ def badam(context: TrainingContext, period: int | None) -> Trainee:
     switch = optimizer.switch_trainable_params
 
     def silent_switch(*arguments: Any) -> None:
-        with _quiet():
+        with silenced():
             switch(*arguments)
 
     optimizer.switch_trainable_params = silent_switch
-    return Trainee(
+    return ExternalMethod(
         model=model,
         optimizers=[optimizer],
         masters=lambda: list(optimizer.param_idx2hp.values()),  # another dictionary after each switch
@@ -126,27 +72,27 @@ def badam(context: TrainingContext, period: int | None) -> Trainee:
     )
 
 
-def _blocks(context: TrainingContext) -> Partition:
+def configured_blocks(context: TrainingContext) -> Partition:
     """Those of ours, where the context itself has the model whole."""
     return cut(context.model, context.config.blocks, context.task.train.batch([0]))
 
 
-def galore(context: TrainingContext, period: int | None) -> Trainee:
+def galore(context: TrainingContext, period: int | None) -> ExternalMethod:
     """GaLore (Zhao et al., arXiv 2403.03507): rank a quarter of the width, scale .25, as its pre-training recipe."""
-    package = load("galore_torch", "galore", "galore-torch")
+    package = import_package("galore_torch", "galore", "galore-torch")
     options = {"update_proj_gap": period or UPDATE_PROJECTION_EVERY, "scale": 0.25, "proj_type": "std"}
-    with _quiet():
+    with silenced():
         optimizer = package.GaLoreAdamW(_low_rank_groups(context, options), lr=context.config.optimizer.lr)
-    return Trainee(model=context.model, optimizers=[optimizer])
+    return ExternalMethod(model=context.model, optimizers=[optimizer])
 
 
-def apollo(context: TrainingContext, period: int | None) -> Trainee:
+def apollo(context: TrainingContext, period: int | None) -> ExternalMethod:
     """APOLLO (Zhu et al., arXiv 2412.05270): rank a quarter of the width, a scale for each channel."""
-    package = load("apollo_torch", "apollo", "apollo-torch")
+    package = import_package("apollo_torch", "apollo", "apollo-torch")
     options = {"update_proj_gap": period or UPDATE_PROJECTION_EVERY, "scale": 1.0, "proj_type": "std"}
     options |= {"proj": "random", "scale_type": "channel"}
     optimizer = package.APOLLOAdamW(_low_rank_groups(context, options), lr=context.config.optimizer.lr)
-    return Trainee(model=context.model, optimizers=[optimizer])
+    return ExternalMethod(model=context.model, optimizers=[optimizer])
 
 
 def _low_rank_groups(context: TrainingContext, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -163,12 +109,12 @@ def _low_rank_groups(context: TrainingContext, options: dict[str, Any]) -> list[
     return [{"params": others}, {"params": between, "rank": rank, **options, **decay}]
 
 
-def lomo(context: TrainingContext, period: int | None) -> Trainee:
+def lomo(context: TrainingContext, period: int | None) -> ExternalMethod:
     """LOMO (Lv et al., arXiv 2306.09782): clipping takes a second backward pass, which its users pay for too."""
     _require_whole_batches(context, "lomo")
     most = context.config.optimizer.max_grad_norm
     decay = context.config.optimizer.weight_decay or 0.0
-    optimizer = load("lomo_optim", "lomo", "lomo-optim").Lomo(
+    optimizer = import_package("lomo_optim", "lomo", "lomo-optim").Lomo(
         context.model, lr=context.config.optimizer.lr, clip_grad_norm=most, weight_decay=decay
     )
 
@@ -177,16 +123,16 @@ def lomo(context: TrainingContext, period: int | None) -> Trainee:
             optimizer.grad_norm(loss)
         optimizer.fused_backward(loss, context.config.optimizer.lr * factor)
 
-    return Trainee(model=context.model, optimizers=[], backward=backward, state=dict)
+    return ExternalMethod(model=context.model, optimizers=[], backward=backward, state=dict)
 
 
-def adalomo(context: TrainingContext, period: int | None) -> Trainee:
+def adalomo(context: TrainingContext, period: int | None) -> ExternalMethod:
     """AdaLomo (Lv et al., arXiv 2310.10195), which clips each matrix's update by itself."""
     _require_whole_batches(context, "adalomo")
-    optimizer = load("lomo_optim", "adalomo", "lomo-optim").AdaLomo(
+    optimizer = import_package("lomo_optim", "adalomo", "lomo-optim").AdaLomo(
         context.model, lr=context.config.optimizer.lr, weight_decay=context.config.optimizer.weight_decay or 0.0
     )
-    return Trainee(
+    return ExternalMethod(
         model=context.model,
         optimizers=[],
         backward=lambda loss, factor: optimizer.fused_backward(loss, context.config.optimizer.lr * factor),
@@ -194,10 +140,10 @@ def adalomo(context: TrainingContext, period: int | None) -> Trainee:
     )
 
 
-def lora(context: TrainingContext, period: int | None) -> Trainee:
+def lora(context: TrainingContext, period: int | None) -> ExternalMethod:
     """LoRA (Hu et al., arXiv 2106.09685) of rank 16 on every linear layer but the head: for pretrained models. A head
     that tells texts apart is new, and trained as a whole."""
-    package = load("peft", "lora", "peft")
+    package = import_package("peft", "lora", "peft")
     transposed = any(type(module).__name__ == "Conv1D" for module in context.model.modules())  # GPT-2's linear layers
     settings = package.LoraConfig(
         r=LORA_RANK,
@@ -207,50 +153,26 @@ def lora(context: TrainingContext, period: int | None) -> Trainee:
         task_type="SEQ_CLS" if context.task.unit == "texts" else None,
     )
     try:
-        with _quiet():
+        with silenced():
             model: nn.Module = package.get_peft_model(context.model, settings)
     except ValueError as error:
         raise ConfigError(f"peft cannot put adapters into {type(context.model).__name__}: {error}") from None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Trainee(
+    return ExternalMethod(
         model=model, optimizers=[torch.optim.AdamW(trained, lr=context.config.optimizer.lr, weight_decay=0.0)]
     )
 
 
-def offload(context: TrainingContext, period: int | None) -> Trainee:
+def offload(context: TrainingContext, period: int | None) -> ExternalMethod:
     """Full training with the optimizer on the host, by torchao's `CPUOffloadOptimizer`."""
-    cpu_offload = load("torchao.optim", "offload", "torchao").CPUOffloadOptimizer
+    cpu_offload = import_package("torchao.optim", "offload", "torchao").CPUOffloadOptimizer
     options = context.config.optimizer
     kept = {} if options.weight_decay is None else {"weight_decay": options.weight_decay}
     cls = getattr(torch.optim, options.name)
     optimizer = cpu_offload(list(context.model.parameters()), cls, lr=options.lr, **kept, **options.options)
-    return Trainee(model=context.model, optimizers=[optimizer], state=dict)  # nothing of it is on the device
+    return ExternalMethod(model=context.model, optimizers=[optimizer], state=dict)  # nothing of it is on the device
 
 
 def _require_whole_batches(context: TrainingContext, name: str) -> None:
     if context.micro_rows != context.config.batch.rows:
         raise ConfigError(f"{name} updates inside the backward pass and cannot accumulate; leave batch.micro_rows out")
-
-
-PEERS: dict[str, Peer] = {
-    "adalomo": Peer(
-        build=adalomo,
-        rate=0.5,
-        optimizer="AdaLomo",
-        module="lomo_optim",
-        package="lomo-optim",
-        cuda_only="lomo-optim 0.1.1 puts AdaLomo's averages on the GPU with .cuda()",
-    ),
-    "apollo": Peer(build=apollo, rate=10.0, optimizer="APOLLO", module="apollo_torch", package="apollo-torch"),
-    "badam": Peer(build=badam, module="badam", package="badam", cycle=lambda context: len(_blocks(context))),
-    "galore": Peer(build=galore, rate=10.0, optimizer="GaLore", module="galore_torch", package="galore-torch"),
-    "lisa": Peer(build=lisa, cycle=draws),
-    "lomo": Peer(build=lomo, rate=100.0, optimizer="LOMO", module="lomo_optim", package="lomo-optim"),
-    "lora": Peer(build=lora, rate=10.0, optimizer="AdamW", module="peft", package="peft"),
-    "offload": Peer(
-        build=offload,
-        module="torchao.optim",
-        package="torchao",
-        cuda_only="torchao's CPUOffloadOptimizer supports CUDA and XPU devices only",
-    ),
-}

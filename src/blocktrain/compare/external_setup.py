@@ -1,0 +1,132 @@
+"""A run of another package's method: full training's data, evaluation and records, by the one trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from blocktrain.compare.adapter import Adapter
+from blocktrain.compare.external_module import ExternalModule
+from blocktrain.compare.external_profile import VISIT, MethodCosts, measure_costs
+from blocktrain.errors import ConfigError
+from blocktrain.records.log import read_events
+from blocktrain.records.run_records import MemoryPeaks, PeakMemory, RunHeader, StepCosts
+from blocktrain.runtime import environment
+from blocktrain.schedule import Cyclic
+from blocktrain.train.config import RunConfig
+from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.interrupt import stop_requests
+from blocktrain.train.module import Prepared
+from blocktrain.train.opening import Opening
+from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.technique import Techniques
+from blocktrain.train.techniques.memory_saving import MemorySaving
+from blocktrain.train.trainer import Listener, Trainer
+from blocktrain.units import Duration
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-exact": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalSetup:
+    """See `Setup`. costs: measured before the run, on a model of its own."""
+
+    adapter: Adapter
+    costs: MethodCosts
+
+    def header(self, context: TrainingContext, method: str) -> RunHeader:
+        """Full training's, with the method's own optimizer."""
+        name = self.adapter.optimizer or context.config.optimizer.name
+        return replace(run_header(context, method), optimizer=name)
+
+    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+        """Full training's, with the method's measured figures where its own are different."""
+        config = replace(context.config, precision="fp32")
+        if config.batch.micro_rows == "auto":
+            config = replace(config, batch=replace(config.batch, micro_rows=None))
+        full = count_opening(build(_in_one_block(config), Path()), header, micro_rows)
+        parts = dict(self.costs.peak.parts)
+        flops = replace(full.costs.flops, blocks=(self.costs.flops,), theory_full=0, theory_blocks=())
+        by_arithmetic = {
+            "weights": parts.get("frozen", 0) + parts.get("buffers", 0),
+            "master": parts.get("master", 0),
+            "gradients": self.costs.gradient_bytes,
+            "moments": self.costs.optimizer_bytes,
+            "activations": sum(parts.get(part, 0) for part in ("activations", "logits")),
+        }
+        memory = replace(full.costs.memory, blocks=(by_arithmetic,))
+        peak = PeakMemory(parts=parts, operation=self.costs.peak.operation)
+        return Opening(
+            header=header,
+            costs=StepCosts(flops=flops, memory=memory),
+            memory=MemoryPeaks(blocks=(peak,), full=full.memory.full),
+        )
+
+    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+        """See `Setup`."""
+        techniques = Techniques({"memory_saving": MemorySaving(context.partition, context.config.memory)})
+        module = ExternalModule(context, self.adapter.build(context, None), techniques)
+        return Prepared(context=context, module=module, techniques=techniques)
+
+
+def train_external(
+    config: RunConfig,
+    adapter: Adapter,
+    out: Path,
+    *,
+    method: str,
+    listeners: Sequence[Listener] = (),
+    command: str = "",
+) -> RunFolder:
+    """Train as `config` says, by `adapter`, into `out`. What an interrupted run left there is replaced; a finished run
+    is kept."""
+    folder = RunFolder(out)
+    if is_finished(folder):
+        return folder
+    setup = ExternalSetup(adapter=adapter, costs=_measured(config, adapter, out))
+    context = external_context(config, out)
+    with folder.lock(), stop_requests() as stop:
+        for file in (out / "run.json", folder.events):
+            file.unlink(missing_ok=True)
+        folder.create(config, method=method, environment=environment(context.device), command=command, resumable=False)
+        Trainer(context=context, folder=folder, setup=setup, method=method, listeners=listeners, stop=stop).run()
+    return folder
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the folder holds a run that came to its end."""
+    return folder.events.exists() and any(event["kind"] == "end" for event in read_events(folder.events))
+
+
+def external_context(config: RunConfig, out: Path) -> TrainingContext:
+    """A run whose model is an ordinary, fully trainable one in the precision it computes in. It is one visit long."""
+    if config.precision not in PRECISIONS:
+        raise ConfigError(
+            f"precision '{config.precision}' is for block coordinate descent; compare in {', '.join(PRECISIONS)}"
+        )
+    context = build(replace(config, precision="fp32", memory=replace(config.memory, frozen="device")), out)
+    context.optimizer.close()
+    context.model.to(PRECISIONS[config.precision]).requires_grad_(True).train()
+    assert context.total_steps is not None, "a comparison has a known number of steps"
+    whole_run = Cyclic(visit=Duration.steps(context.total_steps), sweeps=1)
+    return replace(context, config=config, partition=context.partition.undivided, schedule=whole_run)
+
+
+def _measured(config: RunConfig, adapter: Adapter, out: Path) -> MethodCosts:
+    context = external_context(config, out)
+    saving = MemorySaving(context.partition, context.config.memory)
+    with saving.around_run():
+        module = ExternalModule(context, adapter.build(context, VISIT), Techniques())
+        return measure_costs(context, module, visits=adapter.cycle(context))
+
+
+def _in_one_block(config: RunConfig) -> RunConfig:
+    return replace(
+        config,
+        blocks=replace(config.blocks, count=1, largest=None, patterns=None),
+        schedule=replace(config.schedule, order="ascending"),  # a list would name blocks that there are not
+    )

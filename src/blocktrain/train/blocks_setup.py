@@ -1,0 +1,74 @@
+"""What a run of block coordinate descent is made of: its opening records, and its module for the configured layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blocktrain.parallel.fsdp import FSDPSteps, ShardedPartition, ShardingConfig
+from blocktrain.parallel.local_sgd import parallel
+from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.records.run_records import RunHeader
+from blocktrain.runtime import pick_device
+from blocktrain.train.blocks_module import BlocksModule
+from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, optimizer_of, pipeline_config
+from blocktrain.train.gathered_state import GatheredFromShards, GatheredFromStages
+from blocktrain.train.module import Prepared
+from blocktrain.train.opening import Opening
+from blocktrain.train.passes import PipelinePasses, RankPasses
+from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.technique import build_techniques
+from blocktrain.train.techniques.prefix_cache import PrefixCaching
+
+
+@dataclass(frozen=True)
+class BlocksSetup:
+    """Block coordinate descent, and with one block full training. See `Setup`."""
+
+    def header(self, context: TrainingContext, method: str) -> RunHeader:
+        """See `Setup`."""
+        return run_header(context, method)
+
+    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+        """See `Setup`."""
+        return count_opening(context, header, micro_rows)
+
+    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+        """See `Setup`."""
+        if is_pipeline(context.config, context.ranks):
+            return _pipeline(context, opening, folder)
+        if is_sharded(context.config, context.ranks):
+            return _sharded(context, opening, folder)
+        techniques = build_techniques(context, opening, folder)
+        way = parallel(context.ranks, context.config.distributed)
+        module = BlocksModule(context, way, RankPasses(context, way, techniques), source=lambda: context.optimizer)
+        return Prepared(context=context, module=module, techniques=techniques)
+
+
+def _pipeline(context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+    """Each rank runs some of the layers."""
+    techniques = build_techniques(context, opening, folder)
+    costs = opening.costs.flops.forward_layers
+    pipeline = Pipeline(context.ranks, context.partition, pipeline_config(context.config), costs=costs)
+    prefix = techniques.by_name.get("prefix_cache")
+    passes = PipelinePasses(context, pipeline, prefix if isinstance(prefix, PrefixCaching) else None)
+    module = BlocksModule(context, pipeline, passes, source=lambda: GatheredFromStages(context, pipeline))
+    return Prepared(context=context, module=module, techniques=techniques)
+
+
+def _sharded(context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+    """Each rank holds a shard of every weight."""
+    device, before = pick_device(context.config.device), context.optimizer.state_dict()
+    sharding = ShardingConfig(
+        compute_dtype="fp32" if context.config.precision == "fp32" else "bf16",
+        reduce_dtype=context.config.distributed.reduce_dtype,
+    )
+    sharded = ShardedPartition(context.ranks, context.partition, sharding, device=device)
+    optimizer = optimizer_of(context.config, sharded.partition, folder, context.ranks)
+    optimizer.load_state_dict(sharded.scattered(before))
+    laid = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
+    techniques = build_techniques(laid, opening, folder)
+    way = FSDPSteps(laid.ranks, laid.config.distributed)
+    passes = RankPasses(laid, way, techniques)
+    module = BlocksModule(laid, way, passes, source=lambda: GatheredFromShards(laid, sharded))
+    return Prepared(context=laid, module=module, techniques=techniques)

@@ -1,0 +1,121 @@
+"""The train module knows the step; the trainer knows time.
+
+    trainer                                    module
+    for visit in schedule:
+        with module.visit(visit):              which weights learn; hooks, masters, moments
+            take_step(module, ...):            step.py, the same for every module
+                module.begin_step(...)         learning rate
+                module.forward_backward(...)   the gradients of the step's rows
+                module.clip_grad_norm(...)
+                module.update(...)             or discard, after a non-finite step
+
+There are three: `BlocksModule` (each rank runs the whole model on its own rows, whole or sharded), `PipelineModule`
+(each rank runs some of the layers on all rows) and, in `compare/`, `ExternalModule` (another package's trainer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from blocktrain.data.sampling import StepRows
+from blocktrain.records.run_records import RunHeader
+from blocktrain.schedule import Visit
+from blocktrain.train.checkpoint import CheckpointSource
+from blocktrain.train.context import TrainingContext
+from blocktrain.train.opening import Opening
+from blocktrain.train.technique import Techniques
+
+Batch = Mapping[str, Tensor]
+
+
+class TrainModule(Protocol):
+    """How one optimizer step is taken. Every rank makes the same calls in the same order."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is evaluated."""
+        ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every rank has the same weights at this moment, so that a checkpoint can be taken."""
+        ...
+
+    @property
+    def active_block(self) -> int | None:
+        """Index of the block that is being trained, for the records; None between visits."""
+        ...
+
+    def visit(self, visit: Visit, following: Visit | None) -> AbstractContextManager[None]:
+        """Around the steps of a visit. `following` is the visit after it, whose optimizer state may be prefetched."""
+        ...
+
+    def begin_step(self, step: int, lr_factor: float) -> None:
+        """Before the forward pass of 0-based `step`: learn at `lr_factor` times the configured rate."""
+        ...
+
+    def forward_backward(self, rows: StepRows, following: StepRows) -> float:
+        """Leave the gradients of the step's mean loss, and return this rank's share of that loss (the shares of all
+        ranks add up to it). `following` are the next step's rows, which may be prefetched."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float) -> float | None:
+        """Scale the gradients to a total 2-norm of at most `max_norm`; returns the norm before, or None where the
+        backward pass has used the gradients up."""
+        ...
+
+    def update(self, step: int) -> None:
+        """Move the weights and free the gradients."""
+        ...
+
+    def discard(self, step: int) -> None:
+        """Free the gradients of a step that is skipped."""
+        ...
+
+    def trained_buffers(self) -> Iterator[Tensor]:
+        """Buffers that a forward pass of this visit changes, such as BatchNorm's statistics."""
+        ...
+
+    def settle(self) -> None:
+        """Give every rank the weights as they are now, for an evaluation. Collective."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer state that this rank holds for the active block."""
+        ...
+
+    def checkpoint_source(self) -> CheckpointSource | None:
+        """What a checkpoint is written from; None where nothing can be saved. Collective."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that can take its first step. `context` is the one that the module works on: with sharded weights, say."""
+
+    context: TrainingContext
+    module: TrainModule
+    techniques: Techniques
+
+
+class Setup(Protocol):
+    """What a method of training is made of: its opening records, and its module."""
+
+    def header(self, context: TrainingContext, method: str) -> RunHeader:
+        """What is trained, and how. A checkpoint of a run with another header was written before the run was moved."""
+        ...
+
+    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+        """Count what a step costs; rank 0 alone. `micro_rows` was decided when the run began; None: decide now, where
+        the configuration leaves it open."""
+        ...
+
+    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+        """Build the module. Called after a checkpoint was loaded into `context`. Collective."""
+        ...

@@ -1,0 +1,190 @@
+"""A technique wraps training without the trainer or the train module knowing it: the prefix cache, activation
+checkpointing, a chunked loss, growth, kernels.
+
+    around_run                  from before the first step to after the last
+      before_visit              a visit begins; its block is not active yet
+      open_visit   -> records   its block is active; the first step follows
+        around_step             one optimizer step
+          around_batch          the forward and backward pass of one micro-batch
+      close_visit  -> records   the visit's last step was taken
+      state / load_state        what a checkpoint in the middle of a visit has to remember
+
+A new technique is one file with a subclass and a `TechniqueKind` in `TECHNIQUES`. One that is not part of the package
+is imported by the configuration's key `imports` and may have a TOML table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from blocktrain.chain.chain import Layer
+from blocktrain.data.sampling import StepRows
+from blocktrain.records.run_records import Record
+from blocktrain.schedule import Visit
+
+if TYPE_CHECKING:
+    from blocktrain.train.context import TrainingContext
+    from blocktrain.train.opening import Opening
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands inside a visit; the fields that all records of a visit share."""
+
+    visit: int
+    sweep: int
+    block: int
+    step: int
+    tokens: int
+    seconds: float
+
+    def fields(self) -> dict[str, Any]:
+        """As keyword arguments of a record."""
+        return asdict(self)
+
+
+class Technique:
+    """Every hook does nothing here; a technique overrides those that it needs. All ranks call all hooks alike."""
+
+    def around_run(self) -> AbstractContextManager[object]:
+        """Entered before the first step; left with the exception, if one ends the run."""
+        return nullcontext()
+
+    def before_visit(self, visit: Visit) -> None:
+        """A visit begins (not: is resumed). No block is active, so weights may be copied."""
+
+    def layers_left_out(self, visit: Visit) -> Sequence[Layer]:
+        """Layers that the steps of `visit` do not run."""
+        return ()
+
+    def open_visit(self, visit: Visit, left_out: Sequence[Layer], position: Position) -> Sequence[Record]:
+        """The block is active; a visit begins or is resumed. Returns records for the log."""
+        return ()
+
+    def around_step(self, visit: Visit) -> AbstractContextManager[object]:
+        """Around an optimizer step of `visit`, and around `open_visit`."""
+        return nullcontext()
+
+    def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
+        """Around the forward and backward pass over `batch`, which holds `rows`."""
+        return nullcontext()
+
+    def prefetch(self, rows: StepRows) -> None:
+        """`rows` are the next that a micro-batch will need."""
+
+    def flops_saved(self) -> int:
+        """FLOPs that this rank has been spared since the last call; negative where it had to spend more."""
+        return 0
+
+    def close_visit(self, position: Position) -> Sequence[Record]:
+        """The visit's last step was taken. Returns records for the log."""
+        return ()
+
+    def state(self) -> Any:
+        """Plain JSON values for a checkpoint; None for nothing. Collective."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Go on from what `state` returned."""
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """The techniques of a run, by name, applied in order: the first is the outermost."""
+
+    by_name: Mapping[str, Technique] = field(default_factory=dict)
+
+    @contextmanager
+    def around_run(self) -> Iterator[None]:
+        """All of them."""
+        with self._all(lambda technique: technique.around_run()):
+            yield
+
+    def before_visit(self, visit: Visit) -> None:
+        """All of them."""
+        for technique in self.by_name.values():
+            technique.before_visit(visit)
+
+    def layers_left_out(self, visit: Visit) -> tuple[Layer, ...]:
+        """Those that any of them leaves out."""
+        return tuple(layer for technique in self.by_name.values() for layer in technique.layers_left_out(visit))
+
+    def open_visit(self, visit: Visit, position: Position) -> list[Record]:
+        """All records, in order."""
+        left_out = self.layers_left_out(visit)
+        with self.around_step(visit):
+            return [
+                record
+                for technique in self.by_name.values()
+                for record in technique.open_visit(visit, left_out, position)
+            ]
+
+    def around_step(self, visit: Visit) -> AbstractContextManager[object]:
+        """All of them."""
+        return self._all(lambda technique: technique.around_step(visit))
+
+    def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
+        """All of them."""
+        return self._all(lambda technique: technique.around_batch(rows, batch))
+
+    def prefetch(self, rows: StepRows) -> None:
+        """All of them."""
+        for technique in self.by_name.values():
+            technique.prefetch(rows)
+
+    def flops_saved(self) -> int:
+        """Their sum since the last call."""
+        return sum(technique.flops_saved() for technique in self.by_name.values())
+
+    def close_visit(self, position: Position) -> list[Record]:
+        """All records, in order."""
+        return [record for technique in self.by_name.values() for record in technique.close_visit(position)]
+
+    def state(self) -> dict[str, Any]:
+        """By name, of those that have one. Collective."""
+        states = {name: technique.state() for name, technique in self.by_name.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """What `state` returned; the state of a technique that is not used any more is dropped."""
+        for name, technique in self.by_name.items():
+            if name in states:
+                technique.load_state(states[name])
+
+    @contextmanager
+    def _all(self, around: Callable[[Technique], AbstractContextManager[object]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for technique in self.by_name.values():
+                stack.enter_context(around(technique))
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class TechniqueKind:
+    """How a technique comes into a run.
+
+    build: from the run as this process works on it, its opening records and its folder; None where the configuration
+        does not ask for it.
+    config: the frozen dataclass of its TOML table, which has the name it is registered under. None for a technique of
+        the package, whose keys are in `train/config.py`. A run has `config.tables[name]` where the table is given.
+    """
+
+    build: Callable[[TrainingContext, Opening, Path], Technique | None]
+    config: type | None = None
+
+
+TECHNIQUES: dict[str, TechniqueKind] = {}  # outermost first
+
+
+def build_techniques(context: TrainingContext, opening: Opening, folder: Path) -> Techniques:
+    """Those that the run's configuration asks for. `folder` is the run's."""
+    built = {name: kind.build(context, opening, folder) for name, kind in TECHNIQUES.items()}
+    return Techniques({name: technique for name, technique in built.items() if technique is not None})
