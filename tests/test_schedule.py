@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from torch import nn
 
-from blocktrain.chain.block import Partition
+import blocktrain as bt
+from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.partition import partition
 from blocktrain.errors import ConfigError
-from blocktrain.schedule import Cyclic
-from blocktrain.units import Duration
+from blocktrain.report.run import RunRecord
+from blocktrain.schedule import Cyclic, Visit
+from blocktrain.units import BatchGeometry, Duration
 
 STEPS = Duration.steps(10)
 
@@ -96,3 +102,51 @@ def test_an_order_that_names_no_block_of_the_partition(block, three_blocks: Part
     schedule = Cyclic(visit=STEPS, order=[0, block])
     with pytest.raises(ConfigError, match=rf"order names block {block!r}; the partition has blocks 0 to 2"):
         next(schedule.visits(three_blocks))
+
+
+class EveryOther:
+    """A schedule that is not the package's: the even blocks, `sweeps` times."""
+
+    def __init__(self, *, visit: Duration, sweeps: int | None, seed: int, last_first: bool = False):
+        self.visit, self.sweeps, self.last_first = visit, sweeps or 1, last_first
+
+    def visits(self, partition: Partition, *, start: int = 0) -> Iterator[Visit]:
+        blocks = [block for block in partition if block.index % 2 == 0]
+        order = blocks[::-1] if self.last_first else blocks
+        found = [(sweep, block) for sweep in range(self.sweeps) for block in order]
+        for index, (sweep, block) in list(enumerate(found))[start:]:
+            yield Visit(index=index, sweep=sweep, block=block, duration=self.visit)
+
+    def trained(self, partition: Partition) -> list[Block]:
+        return list(partition)
+
+    def max_steps(self, partition: Partition, geometry: BatchGeometry) -> int | None:
+        return len(list(self.visits(partition))) * self.visit.in_steps(geometry)
+
+    def keeps_boundaries(self) -> bool:
+        return self.last_first
+
+
+def test_a_schedule_of_ones_own_is_named_in_the_configuration(tiny, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_schedules", sys.modules[__name__])
+    settings = ["schedule.kind=my_schedules:EveryOther", "schedule.options.last_first=true", "prefix.store=host"]
+    run = RunRecord.load(bt.run(tiny(*settings, "schedule.visit=2 steps"), tmp_path / "run").path)
+    assert [visit.block for visit in run.visits] == [2, 0]
+    assert run.header.steps_planned == run.steps_done == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["schedule.kind=cyclik"], "schedule.kind = 'cyclik' is unknown; did you mean 'cyclic'"),
+        (["schedule.kind=no_such_module:Mine"], "module 'no_such_module' cannot be imported"),
+        (["schedule.kind=json:Mine"], "module 'json' has no 'Mine'"),
+        (["schedule.kind=my_schedules:EveryOther", "schedule.options.loud=true"], "refuses its options"),
+        (["schedule.kind=my_schedules:EveryOther", "schedule.order=descending"], "takes options, not order"),
+        (["schedule.options.loud=true"], "options are for a schedule of your own"),
+    ],
+)
+def test_a_schedule_that_cannot_be_had_says_why(tiny, monkeypatch, overrides: list[str], message: str) -> None:
+    monkeypatch.setitem(sys.modules, "my_schedules", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny(*overrides)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +70,7 @@ class BlocksConfig:
             raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
 
+EXTRA_TABLES: dict[str, type] = {}  # TOML tables of techniques that are registered from outside the package, by name
 CYCLIC_DEFAULTS: dict[str, Any] = {"first_visits": (), "order": "ascending", "span": "block"}
 
 
@@ -301,6 +302,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tables: dict[str, Any] = field(default_factory=dict)  # of techniques registered from outside, by name
 
     def __post_init__(self) -> None:
         data = (self.text, self.chat, self.labelled, self.images)
@@ -394,8 +396,15 @@ class RunConfig:
                 raise ConfigError(
                     f"imports: module '{module}' cannot be imported ({first_line(error)}); is it on PYTHONPATH?"
                 ) from None
-        return from_mapping(cls, values)
+        if "tables" in values:
+            raise ConfigError("unknown key 'tables'; write the table itself at the top level")
+        extra = {name: table for name, table in EXTRA_TABLES.items() if name in values}
+        config = from_mapping(cls, {key: value for key, value in values.items() if key not in extra})
+        tables = {name: from_mapping(table, values[name], where=name) for name, table in extra.items()}
+        return replace(config, tables=tables) if tables else config
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested dictionaries of plain values, as stored in `run.json`."""
-        return to_mapping(self)
+        mapping = to_mapping(replace(self, tables={}))
+        del mapping["tables"]
+        return mapping | {name: to_mapping(table) for name, table in self.tables.items()}

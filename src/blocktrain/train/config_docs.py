@@ -52,6 +52,8 @@ def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) 
     text, told = _read(inspect.getdoc(config) or "", {field.name for field in dataclasses.fields(config)})
     keys, inner = [], []
     for field in dataclasses.fields(config):
+        if field.name == "tables":  # of techniques from outside the package
+            continue
         kind = _table_in(hints[field.name])
         if kind is None:
             said = {"kind": _said(hints[field.name]), "default": _default(field), "text": told.get(field.name, "")}

@@ -9,8 +9,8 @@ checkpointing, a chunked loss, growth, kernels.
       close_visit  -> records   the visit's last step was taken
       state / load_state        what a checkpoint in the middle of a visit has to remember
 
-A new technique is one file with a subclass and a `TechniqueKind` in `TECHNIQUES`. One that is not part of the package
-is imported by the configuration's key `imports` and may have a TOML table of its own.
+A new technique is one file: a subclass, and `register_technique`. One that is not part of the package is imported by
+the configuration's key `imports`, and may have a TOML table of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -27,10 +27,9 @@ from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.records.run_records import Record
 from blocktrain.schedule import Visit
-
-if TYPE_CHECKING:
-    from blocktrain.train.context import TrainingContext
-    from blocktrain.train.opening import Opening
+from blocktrain.train.config import EXTRA_TABLES
+from blocktrain.train.context import TrainingContext
+from blocktrain.train.opening import Opening
 
 Batch = Mapping[str, Tensor]
 
@@ -167,24 +166,26 @@ class Techniques:
             yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class TechniqueKind:
-    """How a technique comes into a run.
+# What makes a technique of a run as this process works on it, its opening records and its folder; None where the
+# configuration does not ask for it.
+Build = Callable[[TrainingContext, Opening, Path], Technique | None]
 
-    build: from the run as this process works on it, its opening records and its folder; None where the configuration
-        does not ask for it.
-    config: the frozen dataclass of its TOML table, which has the name it is registered under. None for a technique of
-        the package, whose keys are in `train/config.py`. A run has `config.tables[name]` where the table is given.
+TECHNIQUES: dict[str, Build] = {}  # by name, the outermost first
+
+
+def register_technique(name: str, build: Build, *, table: type | None = None) -> None:
+    """Make a technique known to all runs.
+
+    table: a frozen dataclass, for a technique that has a TOML table `[name]` of its own; a run's configuration then has
+        it as `config.tables[name]`, where the table is given. The keys of the package's own techniques are in
+        `train/config.py`.
     """
-
-    build: Callable[[TrainingContext, Opening, Path], Technique | None]
-    config: type | None = None
-
-
-TECHNIQUES: dict[str, TechniqueKind] = {}  # outermost first
+    TECHNIQUES[name] = build
+    if table is not None:
+        EXTRA_TABLES[name] = table
 
 
 def build_techniques(context: TrainingContext, opening: Opening, folder: Path) -> Techniques:
     """Those that the run's configuration asks for. `folder` is the run's."""
-    built = {name: kind.build(context, opening, folder) for name, kind in TECHNIQUES.items()}
+    built = {name: build(context, opening, folder) for name, build in TECHNIQUES.items()}
     return Techniques({name: technique for name, technique in built.items() if technique is not None})

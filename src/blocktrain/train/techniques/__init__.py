@@ -1,11 +1,9 @@
-"""The techniques of the package, each in its own file; importing this package registers them, the outermost first."""
+"""The techniques of the package, each in its own file. Importing this package registers them, the outermost first."""
 
-from blocktrain.train.technique import TECHNIQUES
+from blocktrain.train.technique import register_technique
 from blocktrain.train.techniques import growth, kernels, memory_saving, prefix_cache
 
-TECHNIQUES.update(
-    kernels=kernels.KIND,
-    memory_saving=memory_saving.KIND,
-    growth=growth.KIND,
-    prefix_cache=prefix_cache.KIND,
-)
+register_technique("kernels", kernels.build)
+register_technique("memory_saving", memory_saving.build)
+register_technique("growth", growth.build)
+register_technique("prefix_cache", prefix_cache.build)

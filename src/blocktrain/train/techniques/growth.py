@@ -17,7 +17,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.opening import Opening
-from blocktrain.train.technique import Technique, TechniqueKind
+from blocktrain.train.technique import Technique
 
 
 class Growth(Technique):
@@ -46,11 +46,9 @@ class Growth(Technique):
         return running_without(self._context, self.layers_left_out(visit))
 
 
-def _build(context: TrainingContext, opening: Opening, folder: Path) -> Growth | None:
+def build(context: TrainingContext, opening: Opening, folder: Path) -> Growth | None:
+    """Only for a model whose layers begin as the identity."""
     return None if context.growth is None else Growth(context)
-
-
-KIND = TechniqueKind(build=_build)
 
 
 def left_out(context: TrainingContext, visit: Visit) -> tuple[Layer, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 from blocktrain.modules.kernels import apply_liger, choose_kernels
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.opening import Opening
-from blocktrain.train.technique import Technique, TechniqueKind
+from blocktrain.train.technique import Technique
 
 
 class LigerKernels(Technique):
@@ -25,9 +25,7 @@ class LigerKernels(Technique):
         return nullcontext()
 
 
-def _build(context: TrainingContext, opening: Opening, folder: Path) -> LigerKernels | None:
+def build(context: TrainingContext, opening: Opening, folder: Path) -> LigerKernels | None:
+    """Only where Liger's kernels are chosen."""
     chosen = choose_kernels(context.config.memory.kernels, context.device)
     return LigerKernels(context.model) if chosen == "liger" else None
-
-
-KIND = TechniqueKind(build=_build)

@@ -12,7 +12,7 @@ from blocktrain.modules.chunked_loss import chunked_loss
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.opening import Opening
-from blocktrain.train.technique import Technique, TechniqueKind
+from blocktrain.train.technique import Technique
 
 
 @contextmanager
@@ -38,8 +38,6 @@ class MemorySaving(Technique):
         return saving_memory(self._partition, self._config)
 
 
-def _build(context: TrainingContext, opening: Opening, folder: Path) -> MemorySaving:
+def build(context: TrainingContext, opening: Opening, folder: Path) -> MemorySaving:
+    """For every run; its context does nothing where nothing is asked for."""
     return MemorySaving(context.partition, context.config.memory)
-
-
-KIND = TechniqueKind(build=_build)

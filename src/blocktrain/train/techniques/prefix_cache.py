@@ -45,7 +45,7 @@ from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_pipeline, pipeline_config
 from blocktrain.train.opening import Opening
-from blocktrain.train.technique import Batch, Position, Technique, TechniqueKind
+from blocktrain.train.technique import Batch, Position, Technique
 from blocktrain.train.techniques.cached_rows import boundary_runner, fill_ahead, fingerprints, key_of, new_cache, sample
 
 log = logging.getLogger(__name__)
@@ -389,9 +389,7 @@ def _pass(runner: BoundaryRunner, batch: Mapping[str, Tensor], boundary: int) ->
     return best, states
 
 
-def _build(context: TrainingContext, opening: Opening, folder: Path) -> PrefixCaching | None:
+def build(context: TrainingContext, opening: Opening, folder: Path) -> PrefixCaching | None:
+    """For every run but a pipeline whose rows all begin at the inputs."""
     begins_at_inputs = is_pipeline(context.config, context.ranks) and pipeline_config(context.config).start == "inputs"
     return None if begins_at_inputs else PrefixCaching(context, folder, opening.costs.flops.forward_layers)
-
-
-KIND = TechniqueKind(build=_build)
