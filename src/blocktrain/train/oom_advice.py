@@ -1,17 +1,18 @@
-"""Out of memory is met with a plan: which part was the largest, and what changes would save how much.
+"""Out of memory is answered with advice: which part was the largest, and what changes would save how much.
 
-The parts are those that were tracked at the start (see `accounting.py`), the savings arithmetic on them:
+The parts are those that were tracked when the run began (see `memory_profile.py`); each saving is arithmetic on them,
+and one function below:
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
-    blocks.count M -> 2M        master, gradients and moments to half; blocks.largest where layers must come apart
-    schedule.span = "block"     the same to 1/M, where a visit trains all blocks above too
-    optimizer.in_backward       of the gradients, the largest one stays
-    precision                   fp32 -> bf16-exact: weights to half, but for the active block, which gets a master;
-                                bf16 -> int8, int8 -> nf4: frozen weights to half again
-    optimizer.tail = "none"     of the activations, the tail keeps no inputs of matrices: 6 of 28 parts in GPT-2
-    memory.checkpointing        of the activations, what one layer in the chain keeps stays
-    memory.loss_chunk           of the logits, a tenth stays
-    memory.frozen = "host"      of the frozen weights, two layers stay
+    blocks.count M -> 2M        master, gradients and moments halve; blocks.largest where layers must come apart
+    schedule.span = "block"     the same shrink to 1/M, where a visit also trains all blocks above
+    optimizer.in_backward       only the largest gradient stays
+    precision                   fp32 -> bf16-exact: weights halve, but the active block gets a master;
+                                bf16 -> int8, int8 -> nf4: frozen weights halve again
+    optimizer.tail = "none"     the tail keeps no inputs of matrices: 6 of 28 parts of the activations in GPT-2
+    memory.checkpointing        of the activations, what one layer of the chain keeps stays
+    memory.loss_chunk           a tenth of the logits stays
+    memory.frozen = "host"      two layers of the frozen weights stay
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BY_BLOCK = ("master", "gradients", "moments")
 
 @contextmanager
 def advise_when_out_of_memory(context: TrainingContext, memory: MemoryPeaks, doing: str) -> Iterator[None]:
-    """Turn an allocation that failed inside into an `OutOfMemoryError` with a plan.
+    """Turn an allocation that fails inside into an `OutOfMemoryError` with advice.
 
     memory: the tracked peaks of a step. doing: what was going on, for the message.
     """
@@ -59,44 +60,101 @@ def advice(context: TrainingContext, parts: Parts) -> str:
     said = f"the largest part of a step is {name}, {format_bytes(largest)} (beside {others}); {free} are free. "
     found = sorted(savings(context, parts).items(), key=lambda item: -item[1])
     steps = "; ".join(f"{change} saves about {format_bytes(saved)}" for change, saved in found)
-    return said + (f"Train anew with: {steps}" if steps else "Take a machine with more memory, or a smaller model")
+    return said + (f"Start again with: {steps}" if steps else "Use a machine with more memory, or a smaller model")
 
 
 def savings(context: TrainingContext, parts: Parts) -> dict[str, int]:
     """What to change -> bytes saved, nearest changes only; those that save nothing are left out."""
+    found = [saving(context, parts) for saving in SAVINGS]
+    return {change: saved for change, saved in (pair for pair in found if pair is not None) if saved > 0}
+
+
+Saving = tuple[str, int] | None  # what to change, and the bytes it saves; None where the change cannot be made
+
+
+def _smaller_batch(context: TrainingContext, parts: Parts) -> Saving:
     config, rows = context.config, context.micro_rows
     smaller = max((count for count in range(1, rows) if config.batch.rows % count == 0), default=rows)
-    by_rows, by_block = (sum(parts.get(part, 0) for part in names) for names in (BY_ROWS, BY_BLOCK))
-    in_place = config.optimizer.tail != "none"  # weights that move where they are: fp32, on the device, whole batches
-    in_backward = config.optimizer.in_backward
-    divided = "rows" if in_place or in_backward else "micro_rows"
-    found = {f"batch.{divided} {rows} -> {smaller}": by_rows * (rows - smaller) // rows}
+    key = "rows" if _moves_in_backward(context) else "micro_rows"
+    return f"batch.{key} {rows} -> {smaller}", _sum(parts, BY_ROWS) * (rows - smaller) // rows
+
+
+def _smaller_blocks(context: TrainingContext, parts: Parts) -> Saving:
     blocks, layers = len(context.partition), len(context.partition.chain.layers)
-    if config.blocks.patterns is None and config.blocks.largest is None and blocks < layers:
+    if context.config.blocks.patterns is None and context.config.blocks.largest is None and blocks < layers:
         more = min(2 * blocks, layers)
-        found[f"blocks.count {blocks} -> {more}"] = by_block * (more - blocks) // more
-    else:
-        scalars = max(block.num_parameters for block in context.partition)
-        found[f"blocks.largest = {scalars // 2}"] = by_block // 2
-    if config.schedule.span == "suffix":
-        found["schedule.span = 'block'"] = by_block * (blocks - 1) // blocks
-    one_pass = context.ranks.size == 1 and rows == config.batch.rows and config.on_nonfinite == "stop"
-    if one_pass and config.optimizer.max_grad_norm is None and not in_backward:
-        largest = max(p.nbytes for block in context.trained for p in block.parameters.values())
-        found["optimizer.in_backward = true"] = parts.get("gradients", 0) - largest
-    frozen, memory = parts.get("frozen", 0), config.memory
-    if in_place:
-        found["optimizer.tail = 'none'"] = parts.get("activations", 0) * 6 // 28
-    elif config.precision == "fp32":
-        found["precision = 'bf16-exact'"] = (frozen - parts.get("active", 0)) // 2
-    elif config.precision != "nf4":
-        found["precision = 'nf4'" if config.precision == "int8" else "precision = 'int8'"] = frozen // 2
-    if memory.checkpointing == "off":
-        found["memory.checkpointing = 'layers'"] = parts.get("activations", 0) * (layers - 1) // layers
-    if memory.loss_chunk is None and (config.text or config.chat) is not None:
-        found[f"memory.loss_chunk = {max(1, rows * context.geometry.tokens_per_step // config.batch.rows // 10)}"] = (
-            parts.get("logits", 0) * 9 // 10
-        )
-    if memory.frozen == "device" and context.device.type != "cpu" and not in_place:
-        found["memory.frozen = 'host'"] = frozen * max(0, layers - 2) // layers
-    return {change: saved for change, saved in found.items() if saved > 0}
+        return f"blocks.count {blocks} -> {more}", _sum(parts, BY_BLOCK) * (more - blocks) // more
+    scalars = max(block.num_parameters for block in context.partition)
+    return f"blocks.largest = {scalars // 2}", _sum(parts, BY_BLOCK) // 2
+
+
+def _one_block_a_visit(context: TrainingContext, parts: Parts) -> Saving:
+    blocks = len(context.partition)
+    is_suffix = context.config.schedule.span == "suffix"
+    return ("schedule.span = 'block'", _sum(parts, BY_BLOCK) * (blocks - 1) // blocks) if is_suffix else None
+
+
+def _step_in_backward(context: TrainingContext, parts: Parts) -> Saving:
+    config = context.config
+    one_pass = context.ranks.size == 1 and context.micro_rows == config.batch.rows and config.on_nonfinite == "stop"
+    if not one_pass or config.optimizer.max_grad_norm is not None or config.optimizer.in_backward:
+        return None
+    largest = max(p.nbytes for block in context.trained for p in block.parameters.values())
+    return "optimizer.in_backward = true", parts.get("gradients", 0) - largest
+
+
+def _frozen_tail(context: TrainingContext, parts: Parts) -> Saving:
+    has_tail = context.config.optimizer.tail != "none"
+    return ("optimizer.tail = 'none'", parts.get("activations", 0) * 6 // 28) if has_tail else None
+
+
+def _lower_precision(context: TrainingContext, parts: Parts) -> Saving:
+    precision, frozen = context.config.precision, parts.get("frozen", 0)
+    if precision == "nf4" or context.config.optimizer.tail != "none":  # a tail needs fp32
+        return None
+    if precision == "fp32":
+        return "precision = 'bf16-exact'", (frozen - parts.get("active", 0)) // 2
+    return ("precision = 'nf4'" if precision == "int8" else "precision = 'int8'"), frozen // 2
+
+
+def _checkpointing(context: TrainingContext, parts: Parts) -> Saving:
+    layers = len(context.partition.chain.layers)
+    is_off = context.config.memory.checkpointing == "off"
+    return ("memory.checkpointing = 'layers'", parts.get("activations", 0) * (layers - 1) // layers) if is_off else None
+
+
+def _chunked_loss(context: TrainingContext, parts: Parts) -> Saving:
+    config = context.config
+    if config.memory.loss_chunk is not None or (config.text or config.chat) is None:
+        return None
+    tokens = context.micro_rows * context.geometry.tokens_per_step // config.batch.rows
+    return f"memory.loss_chunk = {max(1, tokens // 10)}", parts.get("logits", 0) * 9 // 10
+
+
+def _frozen_on_host(context: TrainingContext, parts: Parts) -> Saving:
+    config, layers = context.config, len(context.partition.chain.layers)
+    if config.memory.frozen == "host" or context.device.type == "cpu" or config.optimizer.tail != "none":
+        return None
+    return "memory.frozen = 'host'", parts.get("frozen", 0) * max(0, layers - 2) // layers
+
+
+SAVINGS = (
+    _smaller_batch,
+    _smaller_blocks,
+    _one_block_a_visit,
+    _step_in_backward,
+    _frozen_tail,
+    _lower_precision,
+    _checkpointing,
+    _chunked_loss,
+    _frozen_on_host,
+)
+
+
+def _moves_in_backward(context: TrainingContext) -> bool:
+    """Whether weights move in the backward pass, of which there can be only one a step."""
+    return context.config.optimizer.tail != "none" or context.config.optimizer.in_backward
+
+
+def _sum(parts: Parts, names: tuple[str, ...]) -> int:
+    return sum(parts.get(part, 0) for part in names)
