@@ -67,7 +67,7 @@ def test_the_plan_names_the_largest_part_and_the_nearest_changes(tiny, tmp_path:
     order = ["memory.checkpointing = 'layers' saves about 666 B", "batch.micro_rows 8 -> 4 saves about 420 B"]
     order += ["precision = 'bf16-exact' saves about 170 B", "blocks.count 3 -> 6 saves about 90 B"]
     order += ["memory.loss_chunk = 12 saves about 36 B"]
-    assert text.endswith("Train anew with: " + "; ".join(order))
+    assert text.endswith("Start again with: " + "; ".join(order))
 
 
 def test_what_cannot_be_made_smaller_is_not_proposed(tiny, tmp_path: Path) -> None:
