@@ -490,7 +490,7 @@ def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, interrupt
     """LISA, resumed inside an interval, had every layer trainable until the next switch."""
     context = build(tiny(), tmp_path)
     load_checkpoint(checkpoints(interrupted / "checkpoints")[-1], context.partition, context.optimizer)
-    (active,) = context.optimizer.position()["active"]
+    (active,) = context.optimizer.progress()["active"]
     assert active == 1
     assert wanting_gradients(context.model) == set()
     with context.optimizer.visit(context.partition[active]):
@@ -532,7 +532,7 @@ def test_weight_decay_reaches_every_optimizer(tiny, tmp_path: Path, name: str):
 
 def test_weight_decay_of_an_optimizer_without_it_is_refused(tiny, tmp_path: Path):
     """Where the class cannot decay weights, that is said and not dropped."""
-    with pytest.raises(ConfigError, match=r"torch\.optim\.Rprop refuses these settings.*weight_decay"):
+    with pytest.raises(ConfigError, match=r"Rprop refuses these settings.*weight_decay"):
         build(tiny("optimizer.name=Rprop"), tmp_path)
 
 

@@ -61,13 +61,13 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
     together = {name: parallel(context.ranks, context.config.distributed) for name, context in jobs.items()}
     with ExitStack() as whole:
         whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
-        whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
+        whole.enter_context(together["full"].visit(jobs["full"].optimizer.active_block))
         for block in range(len(jobs["cached"].partition)):
             with ExitStack() as stack:
                 for name in ("uncached", "cached"):
                     visit = visits[name][block]
                     stack.enter_context(jobs[name].optimizer.visit(visit.block))
-                    stack.enter_context(together[name].visit(jobs[name].optimizer.in_visit))
+                    stack.enter_context(together[name].visit(jobs[name].optimizer.active_block))
                     prefix[name].open(visit)
                     times[name].append([])
                 for at in range(STEPS_PER_VISIT):

@@ -58,7 +58,9 @@ def test_two_bytes_a_parameter():
     assert size == parameter.numel() * (2 + 8 / GROUP)
 
 
-@pytest.mark.parametrize("values", [adamw8bit._signed(), adamw8bit._unsigned()], ids=["signed", "unsigned"])
+@pytest.mark.parametrize(
+    "values", [adamw8bit._table(signed=True), adamw8bit._table(signed=False)], ids=["signed", "unsigned"]
+)
 def test_the_table_spans_seven_decades(values: tuple[float, ...]):
     assert len(values) == len(set(values)) == 256
     assert values == tuple(sorted(values))
@@ -68,7 +70,7 @@ def test_the_table_spans_seven_decades(values: tuple[float, ...]):
 
 @pytest.mark.parametrize("length", [256, 300, 1])
 def test_codes_are_the_nearest_entries(length: int):
-    table = torch.tensor(adamw8bit._signed())
+    table = torch.tensor(adamw8bit._table(signed=True))
     values = torch.randn(length, generator=torch.Generator().manual_seed(0))
     codes, scales = torch.empty(length, dtype=torch.uint8), torch.empty(-(-length // GROUP))
     encode(values, codes, scales, table)
@@ -133,7 +135,7 @@ def test_optimizers_with_one_buffer_keep_it(cls, gpt2):
 
 
 def test_others_have_none(gpt2):
-    with pytest.raises(ConfigError, match="8-bit moments are there for AdamW, not for Adagrad"):
+    with pytest.raises(ConfigError, match="8-bit moments exist for AdamW only, not for Adagrad"):
         BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.Adagrad, precision=in_8_bits(BF16_EXACT))
 
 
@@ -142,7 +144,7 @@ def test_the_kernels_of_bitsandbytes_take_our_state(monkeypatch: pytest.MonkeyPa
     expected, start = (trained(torch.optim.AdamW, (100, 70), steps)[0] for steps in (20, 0))
 
     def by_kernel(weight, gradient, state, group):
-        tables = [torch.tensor(values) for values in (adamw8bit._signed(), adamw8bit._unsigned())]
+        tables = [torch.tensor(values) for values in (adamw8bit._table(signed=True), adamw8bit._table(signed=False))]
         adamw8bit._update_by_kernel(weight, gradient, state, group, tables)
 
     monkeypatch.setattr(adamw8bit, "_update_8bit", by_kernel)

@@ -145,7 +145,7 @@ def test_a_visit_that_fails_retires_its_block(gpt2, batch):
         train(optimizer, batch, range(1))
         parts.model(**batch(1)).loss.backward()
         raise KeyboardInterrupt
-    assert optimizer.active is None
+    assert optimizer.block is None
     assert all(p.grad is None and not p.requires_grad for p in parts.model.parameters())
     assert optimizer.block_state(1) is not None
     with optimizer.visit(parts[2]):
@@ -291,7 +291,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
     assert resumed.state_dict()["active"] == saved["active"]
     five_visits(resumed, batch, start=stop_at, span=span)
 
-    assert resumed.position() == uninterrupted.position()
+    assert resumed.progress() == uninterrupted.progress()
     for block in uninterrupted.partition:
         mine, theirs = resumed.block_weights(block.index), uninterrupted.block_weights(block.index)
         assert all(torch.equal(mine[name], theirs[name]) for name in block.parameters)
@@ -308,7 +308,7 @@ def test_the_state_of_blocks_trained_together_is_kept_apart(make_store, tmp_path
     with optimizer.visit(parts.suffix(1)):
         train(optimizer, batch, range(2))
         expected = {index: optimizer.block_state(index) for index in (1, 2)}
-        assert optimizer.position() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
+        assert optimizer.progress() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
         assert optimizer.block_low_bits(1).keys() == parts[1].parameters.keys()
     kept = not isinstance(optimizer.store, Drop)
     for index, state in expected.items():
@@ -369,7 +369,7 @@ def test_loading_forgets_what_was_trained_since(make_store, tmp_path, gpt2, batc
     with optimizer.visit(parts[2]):
         train(optimizer, batch, range(1))
     optimizer.load_state_dict(saved)
-    assert optimizer.position() == {"active": [], "steps": 0, "changed_at": [0, 0, 0]}
+    assert optimizer.progress() == {"active": [], "steps": 0, "changed_at": [0, 0, 0]}
     assert [optimizer.block_state(block.index) for block in parts] == [None, None, None]
 
 
@@ -385,7 +385,7 @@ def test_state_saved_is_not_changed_by_training_on(gpt2, batch):
 def test_loading_what_does_not_fit(gpt2, batch):
     optimizer, saved = saved_in_mid_visit(gpt2, batch, state=KeepOnHost())
     two = BlockOptimizer(partition(gpt2(), num_blocks=2), torch.optim.AdamW)
-    with pytest.raises(CheckpointError, match="the saved optimizer has 3 blocks, this partition 2"):
+    with pytest.raises(CheckpointError, match="the saved optimizer has 3 blocks, this partition has 2"):
         two.load_state_dict(saved)
     moved = {**saved, "blocks": {2: saved["blocks"][1]}}
     name = min(saved["blocks"][1])
@@ -596,7 +596,7 @@ def test_visits_do_not_nest(gpt2):
             optimizer.visit(parts[1]),
         ):
             pass
-        assert optimizer.active is parts[0]
+        assert optimizer.block is parts[0]
         assert all(p.requires_grad for p in parts[0].parameters.values())
 
 

@@ -17,7 +17,7 @@ from blocktrain.chain.partition import partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.flops import StepCounter
-from blocktrain.modules.placeholder import is_placeholder, tensors_behind
+from blocktrain.modules.placeholder import backing_tensors, is_placeholder
 from blocktrain.modules.wrap import wrap_forward
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
@@ -193,7 +193,7 @@ def test_loading_weights(kind, gpt2, batch):
 def test_a_closed_optimizer_leaves_an_ordinary_model(kind, gpt2, batch):
     model = gpt2()
     optimizer = optimizer_of(model, kind)
-    with pytest.raises(ConfigError, match=r"rest with another BlockOptimizer; close\(\) that one first"):
+    with pytest.raises(ConfigError, match=r"are offloaded by another BlockOptimizer; close\(\) that one first"):
         optimizer_of(model, kind)
     optimizer.close()
     expected = gpt2().to(kind[0].compute).state_dict()
@@ -235,10 +235,12 @@ def test_bytes_of_the_weights(kind, gpt2):
     model = optimizer.partition.model
     for block in optimizer.partition:
         with optimizer.visit(block):
-            parts = {id(part): part for p in model.parameters() for part in tensors_behind(p)}
+            parts = {id(part): part for p in model.parameters() for part in backing_tensors(p)}
             there = sum(part.nbytes for part in parts.values())
             if isinstance(kind[1], OnHost):
-                there -= sum(part.nbytes for p in model.parameters() if is_placeholder(p) for part in tensors_behind(p))
+                there -= sum(
+                    part.nbytes for p in model.parameters() if is_placeholder(p) for part in backing_tensors(p)
+                )
             assert optimizer.weight_bytes(block) == there
 
 
@@ -249,22 +251,22 @@ class Fetches:
     """Notes which units are copied to the device."""
 
     def __init__(self, optimizer: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
-        self.resting = optimizer._frozen._offloaded
+        self.offloaded = optimizer._frozen._offloaded
         self.seen: list[int] = []
         self.most = 0
-        fetch, materialized = self.resting._fetch, self.resting.materialized
+        fetch, unit_weights = self.offloaded._fetch, self.offloaded.unit_weights
 
         def noting(unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
             self.seen.append(unit)
             return fetch(unit)
 
         def counting(unit: int) -> dict[nn.Parameter, Tensor]:
-            found = materialized(unit)
-            self.most = max(self.most, len(self.resting._coming))
+            found = unit_weights(unit)
+            self.most = max(self.most, len(self.offloaded._prefetched))
             return found
 
-        monkeypatch.setattr(self.resting, "_fetch", noting)
-        monkeypatch.setattr(self.resting, "materialized", counting)
+        monkeypatch.setattr(self.offloaded, "_fetch", noting)
+        monkeypatch.setattr(self.offloaded, "unit_weights", counting)
 
 
 @pytest.fixture
@@ -283,7 +285,7 @@ def test_each_layer_is_fetched_once_a_pass_and_one_ahead(deep: BlockOptimizer, m
             model(torch.ones(1, 8))
     assert fetches.seen == [0, 1, 2, 3, 4, 5] * 2
     assert fetches.most == 2
-    assert fetches.resting._coming.keys() == {5}
+    assert fetches.offloaded._prefetched.keys() == {5}
 
 
 def test_a_backward_pass_that_computes_again_fetches_downward(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):

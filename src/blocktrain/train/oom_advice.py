@@ -44,7 +44,7 @@ def advise_when_out_of_memory(context: TrainingContext, memory: Event, doing: st
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors of the step that failed
-        active = context.optimizer.active
+        active = context.optimizer.block
         blocks = memory["blocks"] if active is None else [memory["blocks"][active.index]]
         parts = max((block["parts"] for block in blocks), key=lambda parts: sum(parts.values()))
         said = f"out of memory {doing}; {advice(context, parts)}; the last checkpoint is as it was"

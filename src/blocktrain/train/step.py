@@ -75,7 +75,7 @@ def train_step(
             return replace(result, skipped=True)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         raise NonFiniteError(
-            f"{what} at step {step + 1} in {optimizer.active}, batch of training rows {_listed(rows.rows)}; "
+            f"{what} at step {step + 1} in {optimizer.block}, batch of training rows {_listed(rows.rows)}; "
             "lower optimizer.lr, set optimizer.max_grad_norm, or on_nonfinite = 'skip'"
         )
     optimizer.step()
@@ -132,7 +132,7 @@ def _through_stages(
 
 def _copied_buffers(context: TrainingContext) -> dict[Tensor, Tensor]:
     """The active block's buffers, and copies of them."""
-    block = context.optimizer.active
+    block = context.optimizer.block
     modules = block.modules() if block is not None else ()
     return {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
 

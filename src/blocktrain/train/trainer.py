@@ -119,10 +119,10 @@ class Trainer:
             reset_peak_memory(context.device)
             if progress.visit_step == 0:
                 begin_layers(context, visit)
-            with context.optimizer.visit(parallel.share(visit.block)), parallel.visit(context.optimizer.in_visit):
+            with context.optimizer.visit(parallel.share(visit.block)), parallel.visit(context.optimizer.active_block):
                 following = next(context.schedule.visits(context.partition, start=visit.index + 1), None)
                 if following is not None:
-                    context.optimizer.expect(following.block)
+                    context.optimizer.prefetch_state(following.block)
                 self._visit(visit)
             self._retire(visit)
         self._finish()
@@ -256,7 +256,7 @@ class Trainer:
         if answers:
             score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
         progress.evaluated, progress.score = progress.step, score.to_event()
-        block = context.optimizer.active
+        block = context.optimizer.block
         self._emit(
             {
                 "kind": "evaluation",

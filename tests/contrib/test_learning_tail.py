@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from blocktrain.chain.checkpointing import checkpointing
 from blocktrain.chain.partition import partition
+from blocktrain.contrib.learning_tail import Rule, Tail, orthogonalize
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import hidden_matrices
-from blocktrain.optim.learning_tail import Rule, Tail, orthogonalize
 from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT
 from blocktrain.schedule import Cyclic
 from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
 from blocktrain.units import Duration
 
-from .conftest import assert_nothing_moves
+from ..optim.conftest import assert_nothing_moves
 
 RATE, STEPS = 1e-2, 3
 
@@ -75,7 +75,7 @@ def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpoin
             assert all(p.grad is None for p in mine.tail_of(mine.partition[1]).values())
             mine.step()
             mine.zero_grad()
-    assert mine.position()["changed_at"] == [0, STEPS, STEPS]  # so that a checkpoint writes the tail anew
+    assert mine.progress()["changed_at"] == [0, STEPS, STEPS]  # so that a checkpoint writes the tail anew
     for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(p, q), name
     fresh = dict(gpt2().named_parameters())
@@ -119,7 +119,7 @@ def test_what_cannot_have_a_tail_is_refused(tiny, gpt2) -> None:
     tail = Tail(rule="sgd")
     with pytest.raises(ConfigError, match=r"precision 'bf16-exact' have no master: set precision = 'fp32'"):
         optimizer(gpt2(), tail, precision=BF16_EXACT)
-    with pytest.raises(ConfigError, match=r"keeps them away: set memory.frozen = 'device'"):
+    with pytest.raises(ConfigError, match=r"offloads them: set memory.frozen = 'device'"):
         optimizer(gpt2(), tail, frozen=OnHost())
     with pytest.raises(ConfigError, match=r"has rows of .* only: use larger blocks"):
         BlockOptimizer(partition(gpt2(), largest=1000), torch.optim.AdamW, tail=tail)
