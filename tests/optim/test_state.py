@@ -6,14 +6,25 @@ import pickle
 import resource
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import safetensors.torch
 import torch
 
-from blocktrain.errors import CheckpointError, StorageError
-from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore, decode_state, encode_state
+from blocktrain.errors import CheckpointError, ConfigError, StorageError
+from blocktrain.optim.state import (
+    STATE_STORES,
+    BlockState,
+    Drop,
+    KeepOnDisk,
+    KeepOnHost,
+    StateStore,
+    decode_state,
+    encode_state,
+    make_state_store,
+)
+from blocktrain.train.config import OptimizerConfig
 
 # What optimizers keep: moments of any dtype and shape, step counts without dimension, plain numbers; names with
 # anything in them.
@@ -226,3 +237,21 @@ def test_every_process_reads_the_entries_in_the_same_order() -> None:
     read = decode_state(encode_state(state))
     assert list(read) == [f"layer.{number}.weight" for number in range(4)]
     assert all(list(found) == ["count", "exp_avg", "exp_avg_sq", "step"] for found in read.values())
+
+
+def test_a_store_of_ones_own_is_registered_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KeepTwice(KeepOnDisk):
+        """Any class with a store's methods."""
+
+    monkeypatch.setitem(STATE_STORES, "twice", KeepTwice)
+    store = make_state_store("twice", tmp_path)
+    assert isinstance(store, KeepTwice)
+    store.put(0, STATE)
+    assert_same(store.get(0), STATE)
+    with pytest.raises(ConfigError, match=r"optimizer\.state 'twise' is unknown; did you mean 'twice'"):
+        make_state_store("twise", tmp_path)
+
+
+def test_every_registered_store_is_a_value_of_the_configuration() -> None:
+    hint = get_type_hints(OptimizerConfig)["state"]
+    assert set(get_args(hint)) == set(STATE_STORES)

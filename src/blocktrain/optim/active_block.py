@@ -146,7 +146,7 @@ class ActiveBlock:
         names = {id(parameter): name for name, parameter in self.trained.items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # As in `Optimizer.load_state_dict`: only an update that is one device kernel has its counts there.
+                # As in `Optimizer.load_state_dict`: step counts stay on the host unless the update is one kernel.
                 counts_on_device = bool(group.get("fused") or group.get("capturable"))
                 for parameter in group["params"]:
                     entries = state.get(names[id(parameter)])

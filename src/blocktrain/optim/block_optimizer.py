@@ -213,7 +213,7 @@ class BlockOptimizer:
         }
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """The tensors held in addition to the model's own, by part of memory: the visit's "master", "gradients" and
+        """All tensors in addition to the model's own, by part of memory: the visit's "master", "gradients" and
         "moments"; "frozen" weights that are quantized; on the "host", what is stored there of frozen blocks."""
         return {**self._frozen.tensors(), **({} if self._active is None else self._active.tensors())}
 
