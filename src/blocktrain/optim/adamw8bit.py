@@ -98,7 +98,7 @@ def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
         _update_by_kernel(weight, gradient, state, group, tables)
     else:
         _update_in_chunks(weight, gradient, state, group, tables)
-    # A second average that is tiny compared with the largest of its group must not become 0: the next step divides by it.
+    # A second average that is tiny within its group must not become 0: the next step divides by it.
     state["exp_avg_sq"].clamp_(min=1)
 
 

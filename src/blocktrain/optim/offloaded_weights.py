@@ -147,7 +147,7 @@ class OffloadedWeights:
         return sum(part.nbytes for part in quantize(torch.empty_like(parameter, device="meta"), self._form).parts)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """All tensors in this object: "frozen" are those on the device, prefetched copies included; "host" the others."""
+        """All tensors stored here: "frozen" are those on the device, with prefetched copies; "host" the others."""
         values = [offloaded.value for offloaded in self._offloaded.values()]
         quantized = [part for offloaded in self._offloaded.values() for part in offloaded.quantized.parts]
         if isinstance(self._place, OnDevice):
