@@ -84,7 +84,7 @@ def train_fast(
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})],
     ids=["SGD", "AdamW"],
 )
-def test_same_losses_and_weights(make, num_blocks: int, span: Span, cls: type, options: dict[str, Any]) -> None:
+def test_losses_and_weights_are_equal(make, num_blocks: int, span: Span, cls: type, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
