@@ -1,4 +1,4 @@
-"""Bugs of other tools that must not happen here. Each test says whose bug it was and what it did, with figures if known.
+"""Bugs of other tools that must not happen here. Each test says whose it was and what it did, in figures if known.
 
 Most were found in BAdam 1.2 and LISA by running small models; some in LOMO, HiFT, MegaTrain and the Hugging Face
 Trainer by reading their sources; the last ones are traps of PyTorch itself.

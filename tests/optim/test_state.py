@@ -6,7 +6,7 @@ import pickle
 import resource
 import threading
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,7 +24,6 @@ from blocktrain.optim.state import (
     encode_state,
     make_state_store,
 )
-from blocktrain.train.config import OptimizerConfig
 
 # What optimizers keep: moments of any dtype and shape, step counts without dimension, plain numbers; names with
 # anything in them.
@@ -252,6 +251,5 @@ def test_a_store_of_ones_own_is_registered_by_name(tmp_path: Path, monkeypatch: 
         make_state_store("twise", tmp_path)
 
 
-def test_every_registered_store_is_a_value_of_the_configuration() -> None:
-    hint = get_type_hints(OptimizerConfig)["state"]
-    assert set(get_args(hint)) == set(STATE_STORES)
+def test_every_registered_store_is_a_value_of_the_configuration(tiny) -> None:
+    assert [tiny(f"optimizer.state={name}").optimizer.state for name in STATE_STORES] == ["drop", "host", "disk"]

@@ -94,8 +94,18 @@ class BlockOptimizer:
     def rebind(self, partition: Partition) -> BlockOptimizer:
         """An optimizer with the same arguments for another partition (of a copy of the model); it drops all state."""
         (cls, options), others, undecayed = self.factory.arguments
-        ours = {name: getattr(self, name) for name in ("precision", "frozen", "frozen_dropout", "tail", "in_backward")}
-        return BlockOptimizer(partition, cls, others=others, undecayed=undecayed, **ours, **options)
+        return BlockOptimizer(
+            partition,
+            cls,
+            precision=self.precision,
+            frozen=self.frozen,
+            undecayed=undecayed,
+            frozen_dropout=self.frozen_dropout,
+            others=others,
+            tail=self.tail,
+            in_backward=self.in_backward,
+            **options,
+        )
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
