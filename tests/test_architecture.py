@@ -19,6 +19,7 @@ LEVELS = [
     {"chain"},
     {"schedule", "stopping"},
     {"optim", "cache", "parallel", "data", "plan"},
+    {"contrib"},  # experiments of ours that are not the paper's
     {"train"},
     {"compare", "report"},
     {"integrations"},

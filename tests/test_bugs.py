@@ -1,7 +1,7 @@
-"""Faults of other tools, one test each: who, what happened, in figures where there are some; here it must not happen.
+"""Bugs of other tools that must not happen here. Each test says whose it was and what it did, in figures if known.
 
-Most were met in BAdam 1.2 and LISA (run on small models), some in LOMO, HiFT, MegaTrain and the Hugging Face Trainer
-(read in their sources), the last ones in PyTorch itself.
+Most were found in BAdam 1.2 and LISA by running small models; some in LOMO, HiFT, MegaTrain and the Hugging Face
+Trainer by reading their sources; the last ones are traps of PyTorch itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def llama() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Four experts; the router finds them all alike, so that one gets every token and the others none."""
+    """Four experts. The router scores them equally, so that one gets every token and the others none."""
     model: Any = hf.MixtralForCausalLM(
         hf.MixtralConfig(num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=1, **LLAMA_SIZES)
     )
@@ -87,7 +87,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def wanting_gradients(model: nn.Module) -> set[str]:
+def trainable(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -103,7 +103,7 @@ def finished(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, stopped by a signal in the middle of the second visit; tests must not change it."""
+    """Such a run, stopped by a signal in the middle of the second visit; tests must not change it."""
 
     def stop(record: Record) -> None:
         if isinstance(record, Step) and record.step == 6:
@@ -152,7 +152,7 @@ def test_slow_movement_survives_the_switch_of_blocks():
 # -- 2: resuming ------------------------------------------------------------------------------------------------------
 
 
-def test_resuming_goes_on_in_the_same_block_with_its_own_moments():
+def test_resuming_continues_in_the_same_block_with_its_own_moments():
     """BAdam's `state_dict` was its base optimizer's: it knew neither the block nor the step. Resuming began at step 0
     in the first block, gave moments to other parameters by their place in a list, and crashed on unequal blocks."""
 
@@ -162,15 +162,15 @@ def test_resuming_goes_on_in_the_same_block_with_its_own_moments():
         assert len({block.num_parameters for block in parts}) == 3
         return bt.BlockOptimizer(parts, torch.optim.AdamW, lr=0.01, state=bt.KeepOnHost())
 
-    def go_on(optimizer: bt.BlockOptimizer, visits: list[tuple[int, int]]) -> bt.BlockOptimizer:
+    def train(optimizer: bt.BlockOptimizer, visits: list[tuple[int, int]]) -> bt.BlockOptimizer:
         for block, count in visits:
             with optimizer.visit(optimizer.partition[block]):
                 steps(optimizer, count)
         return optimizer
 
-    whole = go_on(start(), [(0, 3), (1, 3), (2, 3), (0, 3)])
+    whole = train(start(), [(0, 3), (1, 3), (2, 3), (0, 3)])
 
-    first = go_on(start(), [(0, 3)])
+    first = train(start(), [(0, 3)])
     with first.visit(first.partition[1]):
         steps(first, 2)
         saved = copy.deepcopy(first.state_dict())
@@ -181,7 +181,7 @@ def test_resuming_goes_on_in_the_same_block_with_its_own_moments():
     second = start()
     second.partition.model.load_state_dict(weights)
     second.load_state_dict(saved)
-    go_on(second, [(1, 1), (2, 3), (0, 3)])
+    train(second, [(1, 1), (2, 3), (0, 3)])
     assert second.steps == whole.steps
     assert_equal(weights_of(second.partition.model), weights_of(whole.partition.model))
 
@@ -199,9 +199,9 @@ def test_a_resumed_run_takes_the_next_step_in_the_same_visit(interrupted: Path, 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_weight_decay_is_the_one_given_and_spares_norms(make, weight_decay: float):
-    """BAdam's `{"weight_decay": 0.0, **defaults}` made 0.01 of both 0.0 and 0.1, and decayed norms: it asked whether a
-    *tensor* was an instance of LayerNorm. With zero gradients AdamW does nothing but decay."""
+def test_weight_decay_has_the_given_value_and_leaves_out_norms(make, weight_decay: float):
+    """BAdam's `{"weight_decay": 0.0, **defaults}` turned both 0.0 and 0.1 into 0.01. It also decayed norms, because it
+    tested whether a *tensor* was an instance of LayerNorm. With zero gradients AdamW does nothing but decay."""
     model = make()
     for parameter in model.parameters():
         nn.init.constant_(parameter, 1.0)
@@ -222,7 +222,7 @@ def test_weight_decay_is_the_one_given_and_spares_norms(make, weight_decay: floa
 
 
 def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
-    """`gradient_checkpointing_enable`, under the name that transformers 5.20 or so gave it."""
+    """`gradient_checkpointing_enable`, or its new name since about transformers 5.20."""
     keywords = {"use_reentrant": reentrant}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(keywords)
@@ -233,9 +233,10 @@ def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_activation_checkpointing_changes_no_gradient(make, reentrant: bool):
-    """BAdam with reentrant checkpointing: "element 0 of tensors does not require grad". The usual cure, to make the
-    embedding's output require a gradient (Hugging Face does so by itself), differentiates the whole frozen prefix.
-    Without it, the head active: PyTorch 2.13 gives the checkpointed layers no gradients at all and a mere warning."""
+    """BAdam with reentrant checkpointing failed: "element 0 of tensors does not require grad". The usual cure is to
+    make the embedding's output require a gradient (Hugging Face does so by itself), which differentiates the whole
+    frozen prefix. Without it, with the head active, PyTorch 2.13 only warns and gives the checkpointed layers no
+    gradients."""
     parts = bt.partition(make(), num_blocks=3)
     optimizer = bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.0)
     embedding: Any = parts.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
@@ -260,7 +261,7 @@ def test_activation_checkpointing_changes_no_gradient(make, reentrant: bool):
 
 
 class TwoTowers(nn.Module):
-    """Twelve layers of text over three of vision, both lists called `layers`."""
+    """Twelve text layers above three vision layers; both lists are called `layers`."""
 
     def __init__(self):
         super().__init__()
@@ -269,8 +270,8 @@ class TwoTowers(nn.Module):
 
 
 def test_blocks_are_found_by_whole_names():
-    """BAdam found blocks by the text `layers.`: it crashed on GPT-2, whose list is called `h`; its block `layers.1`
-    took `layers.10` and `layers.11` too, and `layers.1.` was found in `vision_model.layers.1.`."""
+    """BAdam found blocks by the text `layers.`. It crashed on GPT-2, whose list is called `h`; its block `layers.1`
+    took `layers.10` and `layers.11` too, and `layers.1.` also matched `vision_model.layers.1.`."""
     paths = [f"vision_model.layers.{index}" for index in range(3)] + [f"layers.{index}" for index in range(12)]
     groups = [["vision_model.*", "layers.0"], ["layers.1"], ["layers.*"]]
     parts = bt.partition(TwoTowers(), layers={path: [path] for path in paths}, patterns=groups)
@@ -280,9 +281,9 @@ def test_blocks_are_found_by_whole_names():
     twelve = bt.partition(gpt2(12), patterns=[["embedding", "transformer.h.0"], ["transformer.h.1"], ["*"]])
     optimizer = bt.BlockOptimizer(twelve, torch.optim.SGD, lr=0.1)
     with optimizer.visit(twelve[1]):
-        wanting = wanting_gradients(twelve.model)
-    assert len(wanting) == 12
-    assert all(name.startswith("transformer.h.1.") for name in wanting)
+        names = trainable(twelve.model)
+    assert len(names) == 12
+    assert all(name.startswith("transformer.h.1.") for name in names)
 
 
 # -- 6: gradients, steps and order ------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def test_an_expert_that_no_token_chose_is_left_as_it_is(precision: bt.Precision)
     parts = bt.partition(model, num_blocks=2)
     optimizer = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=0.1, precision=precision, state=bt.KeepOnHost())
     inputs = torch.randn(16, 4).to(precision.compute)
-    for _ in range(2):  # the second time with the moments kept of those that have some
+    for _ in range(2):  # the second time with the stored moments of the chosen experts
         with optimizer.visit(parts[1]):
             model(inputs).backward()
             assert len(optimizer.gradients()) == 4
@@ -320,7 +321,7 @@ def test_an_expert_that_no_token_chose_is_left_as_it_is(precision: bt.Precision)
 
 
 def test_a_mixture_of_experts_trains_block_by_block():
-    """The same with Mixtral, whose experts are slices of one tensor: all but the chosen one keep their weights."""
+    """As above with Mixtral, whose experts are slices of one tensor: all but the chosen one keep their weights."""
     parts = bt.partition(mixtral(), num_blocks=3)
     before = weights_of(parts.model)
     optimizer = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=0.01, weight_decay=0.0, state=bt.KeepOnHost())
@@ -334,20 +335,20 @@ def test_a_mixture_of_experts_trains_block_by_block():
 
 
 def test_every_visit_has_all_its_steps(tiny, tmp_path: Path):
-    """BAdam switched before its K-th step in the first block, which so got K-1."""
+    """BAdam switched before the K-th step in the first block, which got K - 1 steps."""
     bt.run(tiny("schedule.sweeps=2", "schedule.order=shuffled"), tmp_path / "run")
     taken = Counter(event["visit"] for event in events_of(tmp_path / "run", "step"))
     assert taken == dict.fromkeys(range(6), 4)
     context = build(tiny(), tmp_path)
     load_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1], context.partition, context.optimizer)
-    for block in context.partition:  # Adam's own count, kept over both visits
+    for block in context.partition:  # Adam's own count goes on in the second visit
         state = context.optimizer.block_state(block.index)
         assert state is not None
         assert {int(entries["step"]) for entries in state.values()} == {8}
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32():
-    """BAdam added them in bf16, where 256 + 1 is 256: here each of 400 micro-batches has a gradient of one."""
+    """BAdam added them in bf16, where 256 + 1 is 256. Here each of 400 micro-batches has a gradient of one."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     parts = bt.partition(model, num_blocks=2)
     optimizer = bt.BlockOptimizer(parts, torch.optim.SGD, lr=0.1, precision=bt.BF16_EXACT)
@@ -362,7 +363,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", [2, 0, 1, 0]])
 def test_any_order_can_start_anywhere(order):
-    """BAdam's fixed and random orders crashed when a first block was given, as a resumed run must."""
+    """BAdam's fixed and random orders crashed when a first block was given, which a resumed run needs."""
     parts = bt.partition(gpt2(), num_blocks=3)
     schedule = bt.Cyclic(visit=bt.Duration.steps(1), sweeps=4, order=order)
 
@@ -414,7 +415,7 @@ def test_the_last_update_of_a_block_is_not_lost(steps_per_visit: int):
 
 
 def test_the_last_update_of_a_block_is_not_lost_with_masters():
-    """The same under bf16-exact, compared with masters kept by hand."""
+    """As above with bf16-exact, compared with masters that the test keeps by itself."""
     torch.manual_seed(0)
     plain = gpt2()
     parts = bt.partition(copy.deepcopy(plain), num_blocks=2)
@@ -448,7 +449,7 @@ def test_the_last_update_of_a_block_is_not_lost_with_masters():
 
 
 class Watched(torch.optim.AdamW):
-    """AdamW whose state tensors are watched from outside."""
+    """AdamW with weak references to its state tensors."""
 
     seen: ClassVar[dict[int, weakref.ref[Tensor]]] = {}
 
@@ -460,20 +461,20 @@ class Watched(torch.optim.AdamW):
 
     @classmethod
     def alive(cls) -> int:
-        """How many of them something still holds."""
+        """How many of them still exist."""
         return sum(reference() is not None for reference in cls.seen.values())
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that anything in this process still holds."""
+    """Bytes of all tensors that exist in this process."""
     gc.collect()
     storages = [item.untyped_storage() for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def test_dropped_state_is_really_gone():
-    """LISA froze layers but never told the optimizer: memory crept up to full Adam's as one block after another was
-    visited. LMFlow held 88 % of full Adam's state so."""
+def test_dropped_state_is_really_freed():
+    """LISA froze layers but did not remove them from the optimizer: memory grew to that of full Adam as one block after
+    another was visited. LMFlow kept 88 % of full Adam's state in this way."""
     parts = bt.partition(gpt2(), num_blocks=3)
     optimizer = bt.BlockOptimizer(parts, Watched, lr=0.01)
     before = live_bytes()
@@ -484,22 +485,22 @@ def test_dropped_state_is_really_gone():
                 assert Watched.alive() == 3 * len(block.parameters)  # two moments and a step count
                 assert optimizer.state_bytes() == 8 * block.num_parameters + 4 * len(block.parameters)
             assert Watched.alive() == 0  # at once, without waiting for the garbage collector
-        assert live_bytes() <= before  # less, where tests before this one had left something to collect
+        assert live_bytes() <= before  # less, if earlier tests had left something to collect
 
 
 def test_resuming_inside_a_visit_leaves_only_its_block_trainable(tiny, interrupted: Path, tmp_path: Path):
-    """LISA, resumed inside an interval, had every layer trainable until the next switch."""
+    """When LISA was resumed inside an interval, every layer was trainable until the next switch."""
     context = build(tiny(), tmp_path)
     load_checkpoint(checkpoints(interrupted / "checkpoints")[-1], context.partition, context.optimizer)
-    (active,) = context.optimizer.position()["active"]
+    (active,) = context.optimizer.progress()["active"]
     assert active == 1
-    assert wanting_gradients(context.model) == set()
+    assert trainable(context.model) == set()
     with context.optimizer.visit(context.partition[active]):
-        assert wanting_gradients(context.model) == set(context.partition[active].parameters)
-    assert wanting_gradients(context.model) == set()
+        assert trainable(context.model) == set(context.partition[active].parameters)
+    assert trainable(context.model) == set()
 
 
-# -- 9: what the trainer hands to the optimizer -----------------------------------------------------------------------
+# -- 9: settings that reach the optimizer -----------------------------------------------------------------------------
 
 DECAYING = [
     name
@@ -532,8 +533,8 @@ def test_weight_decay_reaches_every_optimizer(tiny, tmp_path: Path, name: str):
 
 
 def test_weight_decay_of_an_optimizer_without_it_is_refused(tiny, tmp_path: Path):
-    """Where the class cannot decay weights, that is said and not dropped."""
-    with pytest.raises(ConfigError, match=r"torch\.optim\.Rprop refuses these settings.*weight_decay"):
+    """A class without weight decay is an error: the setting is not dropped silently."""
+    with pytest.raises(ConfigError, match=r"Rprop refuses these settings.*weight_decay"):
         build(tiny("optimizer.name=Rprop"), tmp_path)
 
 
@@ -556,7 +557,7 @@ def test_accumulation_does_not_advance_the_schedule(tiny, finished: Path, tmp_pa
 
 
 def test_a_run_saves_schedules_and_evaluates(finished: Path):
-    """MegaTrain's example trainer had no saving, no resuming (tested above), no schedule and no evaluation."""
+    """MegaTrain's example trainer could not save, resume (tested above), schedule the learning rate or evaluate."""
     assert [path.name for path in checkpoints(finished / "checkpoints")] == ["step-00000010", "step-00000012"]
     assert [event["step"] for event in events_of(finished, "evaluation")] == [0, 3, 6, 9, 12]
     rates = [event["lr"] for event in events_of(finished, "step")]
@@ -566,21 +567,21 @@ def test_a_run_saves_schedules_and_evaluates(finished: Path):
 def test_each_epoch_has_an_order_of_its_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """MegaTrain's example trainer read its file from the top in every epoch."""
     (tmp_path / "small.txt").write_text("".join(f"{number} " for number in range(500)))
-    asked: list[tuple[TokenRows, list[int]]] = []
+    requested: list[tuple[TokenRows, list[int]]] = []
     batch = TokenRows.batch
 
-    def noted(rows: TokenRows, indices: Any, **options: Any) -> dict[str, Tensor]:
-        asked.append((rows, [int(index) for index in indices]))
+    def recorded(rows: TokenRows, indices: Any, **options: Any) -> dict[str, Tensor]:
+        requested.append((rows, [int(index) for index in indices]))
         return batch(rows, indices, **options)
 
     def training_starts(record: Record) -> None:
         if isinstance(record, VisitStart):
-            monkeypatch.setattr(TokenRows, "batch", noted)
+            monkeypatch.setattr(TokenRows, "batch", recorded)
 
     settings = [f"text.source={tmp_path / 'small.txt'}", "blocks.count=1", "schedule.visit=2 epochs"]
     bt.run(tiny(*settings, "evaluation.every=9 epochs"), tmp_path / "run", listeners=[training_starts])
-    train = asked[0][0]
-    seen, count = [index for rows, indices in asked if rows is train for index in indices], len(train)
+    train = requested[0][0]
+    seen, count = [index for rows, indices in requested if rows is train for index in indices], len(train)
     first, second = seen[:count], seen[count : 2 * count]
     assert sorted(first) == sorted(second) == list(range(count))
     assert len({tuple(first), tuple(second), tuple(range(count))}) == 3
@@ -603,8 +604,8 @@ def test_attention_on_a_cpu_is_counted():
 
 
 def test_a_tied_embedding_stays_frozen_while_the_head_is_active():
-    """LISA always trained embedding and head (71 % of what it trained at 8B), so that each backward pass went through
-    the whole model. A matrix in both places belongs to the first block alone."""
+    """LISA always trained embedding and head (71 % of the parameters it trained at 8B), so each backward pass went
+    through the whole model. Here a matrix that is used in both places belongs to the first block alone."""
     parts = bt.partition(gpt2(), num_blocks=3)
     head, embedding = parts.model.get_submodule("lm_head"), parts.model.get_submodule("transformer.wte")
     assert head.weight is embedding.weight
@@ -616,7 +617,7 @@ def test_a_tied_embedding_stays_frozen_while_the_head_is_active():
     hooks = [layer.register_forward_hook(lambda *seen: outputs.append(seen[-1])) for layer in parts[0].modules()]
     optimizer = bt.BlockOptimizer(parts, torch.optim.AdamW, lr=0.01)
     with optimizer.visit(parts[2]):
-        assert wanting_gradients(parts.model) == set(parts[2].parameters)
+        assert trainable(parts.model) == set(parts[2].parameters)
         steps(optimizer, 1)
     for hook in hooks:
         hook.remove()

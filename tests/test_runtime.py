@@ -16,33 +16,33 @@ def drawn(*key: int) -> torch.Tensor:
     return torch.rand(4)
 
 
-def test_what_is_drawn_is_a_function_of_seed_and_key():
+def test_random_numbers_are_a_function_of_seed_and_key():
     assert torch.equal(drawn(3, 7, 0), drawn(3, 7, 0))
     draws = [drawn(*key) for key in ((3, 7, 0), (3, 7, 1), (3, 8, 0), (4, 7, 0), (3,), (3, 7))]
     assert len({tuple(draw.tolist()) for draw in draws}) == len(draws)
 
 
-def test_every_seed_torch_takes():
+def test_the_smallest_and_the_largest_seed():
     drawn(2**64)
     drawn(0)
 
 
-def test_cpu_by_name_and_by_itself():
+def test_a_device_is_found_by_name_and_by_default():
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type in ("cpu", str(torch.accelerator.current_accelerator()))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", ""])
-def test_a_device_that_is_not_there(name: str):
+def test_a_missing_device_is_refused(name: str):
     with pytest.raises(ConfigError, match=rf"device '{name}' cannot be used here \(.+\); try 'auto' or 'cpu'"):
         pick_device(name)
 
 
-def test_peak_memory_of_this_process_holds_what_was_allocated():
+def test_peak_memory_includes_what_was_allocated():
     device = torch.device("cpu")
     synchronize(device)
-    held = torch.ones(2**24)  # 64 MiB
-    assert 2**40 > peak_memory_bytes(device) > held.nbytes
+    allocated = torch.ones(2**24)  # 64 MiB
+    assert 2**40 > peak_memory_bytes(device) > allocated.nbytes
 
 
 def test_the_environment_can_be_recorded():

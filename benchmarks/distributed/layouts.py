@@ -79,7 +79,7 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
     for block in partition:
         level = pipeline.stages[block.index][0].start
         hidden = [cut.states(batch, [level])[level] for batch in micro_batches()] if level else None
-        with optimizer.visit(pipeline.share(block)), pipeline.visit(optimizer.in_visit):
+        with optimizer.visit(pipeline.share(block)), pipeline.visit(optimizer.active_block):
             sent.clear()
             pipeline.backward(micro_batches(), weights=[1 / MICRO] * MICRO, hidden=hidden)
             in_step = dict(sent)

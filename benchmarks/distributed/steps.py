@@ -69,7 +69,7 @@ def take_steps(ranks: Ranks, method: Method, built: tuple[bt.Partition, bt.Block
         together.stepped(number)
 
     for block in partition:
-        with optimizer.visit(block), together.visit(optimizer.in_visit):
+        with optimizer.visit(block), together.visit(optimizer.active_block):
             step(count - 1, tokens)  # allocates the moments
             ranks.barrier()
             payload, sent, start = ranks.payload_bytes, sent_bytes(), time.perf_counter()

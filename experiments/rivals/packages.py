@@ -27,6 +27,7 @@ from blocktrain.chain.block import Partition
 from blocktrain.compare.adapter import import_package, silenced
 from blocktrain.compare.external_module import ExternalMethod
 from blocktrain.errors import ConfigError
+from blocktrain.optim.factory import find_optimizer_class
 from blocktrain.train.context import TrainingContext, cut
 
 UPDATE_PROJECTION_EVERY = 200  # steps, GaLore's and APOLLO's default
@@ -168,7 +169,7 @@ def offload(context: TrainingContext, period: int | None) -> ExternalMethod:
     cpu_offload = import_package("torchao.optim", "offload", "torchao").CPUOffloadOptimizer
     options = context.config.optimizer
     kept = {} if options.weight_decay is None else {"weight_decay": options.weight_decay}
-    cls = getattr(torch.optim, options.name)
+    cls = find_optimizer_class(options.name)
     optimizer = cpu_offload(list(context.model.parameters()), cls, lr=options.lr, **kept, **options.options)
     return ExternalMethod(model=context.model, optimizers=[optimizer], state=dict)  # nothing of it is on the device
 

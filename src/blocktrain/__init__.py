@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from blocktrain.chain.checkpointing import checkpointing
     from blocktrain.chain.partition import partition
     from blocktrain.chain.resnet import resnet
+    from blocktrain.contrib.learning_tail import Tail
     from blocktrain.errors import BlocktrainError
     from blocktrain.modules.chunked_loss import chunked_loss
     from blocktrain.optim.block_optimizer import BlockOptimizer
-    from blocktrain.optim.learning_tail import Tail
     from blocktrain.optim.offloaded_weights import OnDevice, OnHost
     from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
     from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost
@@ -57,7 +57,7 @@ _HOME = {
     "Precision": "optim.precision",
     "RunConfig": "train.config",
     "RunLimit": "stopping",
-    "Tail": "optim.learning_tail",
+    "Tail": "contrib.learning_tail",
     "Visit": "schedule",
     "checkpointing": "chain.checkpointing",
     "chunked_loss": "modules.chunked_loss",

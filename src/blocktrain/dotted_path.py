@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
 from typing import Any
 
-from blocktrain.errors import ConfigError, first_line, nearest
+from blocktrain.errors import ConfigError, first_line
 
 
-def find_by_path(path: str, *, key: str, known: Collection[str]) -> Any:
-    """What `path` names; raises `ConfigError` that quotes `key`, the configuration's key, where there is no such thing.
+def find_by_path(path: str, *, key: str) -> Any:
+    """What `path` names, as `"package.module:Name"` or `"package.module.Name"`. Importing the module runs its code.
 
-    known: the names that need no path, for the message.
+    key: the configuration's key, for the messages. Raises `ConfigError` where there is no such thing.
 
-    >>> find_by_path("json.decoder:JSONDecoder", key="schedule.kind", known=["cyclic"]).__name__
+    >>> find_by_path("json.decoder:JSONDecoder", key="schedule.kind").__name__
     'JSONDecoder'
     """
-    module, colon, name = path.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"{key} = '{path}' is unknown; {nearest(path, known)}. A class of your own is 'package.module:Class'"
-        )
+    module, _, name = path.replace(":", ".").rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ConfigError(
-            f"{key} = '{path}': module '{module}' cannot be imported ({first_line(error)}); is it on PYTHONPATH?"
-        ) from None
+            f"{key} = '{path}': module '{module}' cannot be imported ({first_line(error)}); install its package, or "
+            "add its folder to PYTHONPATH"
+        ) from error
     except AttributeError:
         raise ConfigError(f"{key} = '{path}': module '{module}' has no '{name}'") from None

@@ -1,7 +1,7 @@
-"""Algorithm 1 of the paper, as plainly as it can be written: every fast path is tested against this file.
+"""Algorithm 1 of the paper, written as plainly as possible: every fast path is tested against this file.
 
-No partition, no store, no cache, no masters: fp32 weights, lists of parameters, and PyTorch. `M = 1` is an ordinary
-training loop.
+There is no partition, no store, no cache and no master: only fp32 weights, lists of parameters, and PyTorch. With one
+submodel it is an ordinary training loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def split_into_submodels(chain: Sequence[Sequence[nn.Module]], sizes: Sequence[int]) -> list[list[nn.Module]]:
-    """Line 2: contiguous groups of `sizes` layers each; a layer is a list of modules."""
+    """Line 2: contiguous submodels of `sizes` layers; a layer of `chain` is a list of modules."""
     if sum(sizes) != len(chain):
         raise ValueError(f"sizes {list(sizes)} do not add up to the {len(chain)} layers of the chain")
     layers = iter(chain)
@@ -25,7 +25,7 @@ def split_into_submodels(chain: Sequence[Sequence[nn.Module]], sizes: Sequence[i
 
 
 def parameters_of(submodels: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Each submodel's parameters; a tied one goes to the first submodel that uses it."""
+    """The parameters of each submodel. A tied parameter belongs to the first submodel that uses it."""
     taken: set[nn.Parameter] = set()
     groups = []
     for modules in submodels:
@@ -48,8 +48,8 @@ def train(
 ) -> list[float]:
     """Train `model` in place, block by block in ascending order; returns the loss of each step.
 
-    model: called as `model(**batch)`. A visit is `steps_per_visit` steps ("until converged" of line 8). span: a visit
-    trains its "block", or the "suffix" of all submodels from it on (not the paper's).
+    model: called as `model(**batch)`. steps_per_visit: the length of a visit, in place of "until converged" in line 8.
+    span: a visit trains its "block", as in the paper, or the "suffix" of all submodels from it on.
     """
     parameters = parameters_of(submodels)
     losses: list[float] = []

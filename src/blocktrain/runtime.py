@@ -1,6 +1,6 @@
-"""The ground under a run: device, randomness, memory in use, and what this machine and its software are.
+"""What every run needs of its machine: device, randomness, copies between host and device, memory, versions.
 
-Nothing above this file asks whether there is a GPU; on a CPU the same calls do the sensible thing.
+Code above this file need not know whether there is a GPU: on a CPU the same calls do what makes sense there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from blocktrain.errors import ConfigError, first_line
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether `name` could be that of a model on the Hugging Face hub: a path that says so is one on this machine.
+    """Whether `name` could name a model on the Hugging Face hub, and is not clearly a path on this machine.
 
     >>> [may_be_on_hub(name) for name in ("gpt2", "openai/gpt2", "./gpt2", "/models/gpt2", "~/gpt2")]
     [True, True, False, False, False]
@@ -47,7 +46,7 @@ def pick_device(name: str = "auto") -> torch.device:
 def seed_everything(seed: int, *key: int) -> None:
     """Seed torch on every device from `(seed, *key)`.
 
-    The trainer calls it before each step with the step's number: what dropout draws is then a function of the seed and
+    The trainer calls it before each step with the step's number. What dropout draws is then a function of the seed and
     the step, and a checkpoint needs no generator state.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(2, np.uint32)
@@ -55,32 +54,33 @@ def seed_everything(seed: int, *key: int) -> None:
 
 
 def permutations(count: int, how_many: int, seed: int, *key: int) -> np.ndarray:
-    """`how_many` of them, independent, one a column: int64 (count, how_many)."""
+    """Independent permutations of the numbers below `count`, one a column: int64 (count, how_many).
+
+    They are a function of `(seed, *key)`. The numbers are sorted by random keys, because numpy promises that the raw
+    numbers of its bit generators stay the same in every version, but not what `Generator.permutation` makes of them.
+    """
     keys = np.random.Philox(np.random.SeedSequence([seed, *key])).random_raw(count * how_many)
     return np.argsort(keys.reshape(count, how_many), axis=0, kind="stable")
 
 
 def permutation(count: int, seed: int, *key: int) -> np.ndarray:
-    """The numbers below `count` in the random order of (seed, key), int64 (count,).
-
-    Sorted by random keys rather than by `Generator.permutation`: numpy promises to keep the raw numbers of its bit
-    generators from version to version, but not what `Generator` makes of them.
-    """
-    keys = np.random.Philox(np.random.SeedSequence([seed, *key])).random_raw(count)
-    return np.argsort(keys, kind="stable")
+    """The numbers below `count` in the random order of `(seed, *key)`: int64 (count,)."""
+    return permutations(count, 1, seed, *key)[:, 0]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queue; nothing to do on a CPU."""
+    """Wait until the device has done all queued work. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class SideStream:
-    """A queue for copies between host and device beside the computation's; without CUDA copies are made at once.
+    """A CUDA stream for copies between host and device that run at the same time as the computation.
 
-    to_device    memory of the computation's stream, filled by the side stream:  join() before it is read or dropped
-    to_host      page-locked memory, filled by the side stream:                  wait() before it is read
+    to_device    the copy is allocated on the computation's stream:  join() before it is read or freed
+    to_host      the copy is in page-locked memory:                  wait() before it is read
+
+    Without CUDA every copy is complete when the call returns.
     """
 
     def __init__(self, device: torch.device):
@@ -88,41 +88,41 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device: itself if it is there already."""
+        """A copy of `tensor` on the device; `tensor` itself if it is there already."""
         if tensor.device == self.device:
             return tensor
         copy = torch.empty_like(tensor, device=self.device)
-        with self._queue():
+        with self._copying():
             return copy.copy_(tensor, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host; of one that is a part of another (DTensor) it is made at once."""
+        """A copy of `tensor` on the host. The copy of a DTensor is complete when this returns."""
         if self._stream is None or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with self._queue():
+        with self._copying():
             copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
         return copy
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory that the device can read by itself."""
+        """`tensor` in page-locked host memory, from which copies need not wait for the processor."""
         on_host = tensor.cpu()
         return on_host if self._stream is None else on_host.pin_memory()
 
     def join(self) -> None:
-        """Let what is computed from now on come after the copies."""
+        """Make all computation that is queued from now on wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def wait(self) -> None:
-        """Return when the copies are made."""
+        """Return when the copies are complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
     @contextmanager
-    def _queue(self) -> Iterator[None]:
-        """Inside, what is queued comes after what the computation has queued so far."""
+    def _copying(self) -> Iterator[None]:
+        """Inside, work is queued on the side stream, after all that the computation has queued so far."""
         if self._stream is None:
             yield
             return
@@ -132,7 +132,7 @@ class SideStream:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: allocated on a GPU, the process's resident set on a CPU."""
+    """The most memory used so far: allocated memory on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -140,13 +140,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` start anew; on a CPU the resident set has no such beginning."""
+    """Start to measure `peak_memory_bytes` again. The peak of a resident set (on a CPU) cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What tensors on `device` can still take, within the limits set for this process."""
+    """Memory that tensors on `device` can still take, within the limits set for this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
@@ -161,7 +161,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed; PyTorch's CPU allocator raises a plain `RuntimeError`."""
+    """Whether an error means that an allocation failed. PyTorch's CPU allocator raises a plain `RuntimeError`."""
     failed = ("can't allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in failed)
@@ -169,7 +169,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_memory_bytes() -> int:
-    """Host memory that can be had without swapping, within the container's limit where there is one."""
+    """Host memory that is available without swapping, within the container's limit if there is one."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -184,8 +184,8 @@ def available_memory_bytes() -> int:
     return available if limit == "max" else min(available, int(limit) - int(used))
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware and the source's commit, as recorded in `run.json` and in every benchmark's result."""
+def environment(device: torch.device) -> dict[str, str | int | None]:
+    """Versions, hardware and the commit of the source, as recorded in `run.json` and in every benchmark's result."""
     import transformers
 
     import blocktrain
@@ -205,7 +205,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's model name, or its architecture if the system does not know the name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -215,7 +215,7 @@ def processor_name() -> str:
 
 
 def source_commit() -> str | None:
-    """The git commit this package runs from, with `+` when files differ from it; None outside a checkout."""
+    """The git commit that this package runs from, with "+" if files differ from it; None outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:

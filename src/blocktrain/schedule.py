@@ -155,7 +155,12 @@ def make_schedule(kind: str, **options: Any) -> Schedule:
 
     Raises `ConfigError` for an unknown name, a path that cannot be imported, or options that the class refuses.
     """
-    cls = SCHEDULES[kind] if kind in SCHEDULES else find_by_path(kind, key="schedule.kind", known=SCHEDULES)
+    if kind not in SCHEDULES and not {".", ":"} & set(kind):
+        raise ConfigError(
+            f"schedule.kind = '{kind}' is unknown; {nearest(kind, SCHEDULES)}. A class of your own is "
+            "'package.module:Class'"
+        )
+    cls = SCHEDULES.get(kind) or find_by_path(kind, key="schedule.kind")
     try:
         return cls(**options)
     except TypeError as error:

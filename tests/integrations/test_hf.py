@@ -321,7 +321,7 @@ def test_the_class_of_the_optimizer_is_the_users(make) -> None:
     trainer = make(max_steps=4)
     trainer.optimizer_cls_and_kwargs = (torch.optim.Muon, {"lr": 1e-3})
     trainer.train()
-    assert {type(optimizer) for optimizer in trainer.visiting.blocks.in_visit.optimizers} == {
+    assert {type(optimizer) for optimizer in trainer.visiting.blocks.active_block.optimizers} == {
         torch.optim.Muon,
         torch.optim.AdamW,
     }

@@ -86,7 +86,7 @@ def test_closed_it_holds_nothing(model, rows) -> None:
     optimizer = visiting(net, precision=bt.BF16_EXACT)
     backward(net, rows)
     optimizer.close()
-    assert optimizer.blocks.active is None
+    assert optimizer.blocks.block is None
     assert not any(parameter.requires_grad for parameter in net.parameters())
     with pytest.raises(ConfigError, match="no block is active"):
         optimizer.step()

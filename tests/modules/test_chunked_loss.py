@@ -1,4 +1,4 @@
-"""A loss in chunks of tokens is the model's own, and its logits never exist at once."""
+"""A loss in chunks of tokens equals the model's own, and its logits never exist at once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_the_models_own(name: str, items: int | None):
         torch.testing.assert_close(whole_logits(found.logits), expected.logits)
 
 
-def test_only_what_wants_a_gradient_gets_one():
+def test_only_parameters_that_require_a_gradient_get_one():
     model, inputs = causal_lm("phi"), batch()
     head = model.get_output_embeddings()
     model.requires_grad_(False)
@@ -101,7 +101,7 @@ def test_only_what_wants_a_gradient_gets_one():
         model.requires_grad_(False)
 
 
-def test_without_gradients_there_is_a_loss_alone():
+def test_without_gradients_only_the_loss_is_computed():
     model, inputs = causal_lm("llama"), batch()
     with torch.no_grad(), chunked_loss(model, 5):
         loss = model(**inputs).loss
@@ -126,7 +126,7 @@ def test_bf16_sums_over_chunks_in_fp32():
 
 
 class Largest(TorchDispatchMode):
-    """The most rows of a tensor over the vocabulary, but for the head's own weight."""
+    """The most rows of any tensor over the vocabulary, except the head's own weight."""
 
     rows = 0
 
@@ -162,7 +162,7 @@ def test_a_step_costs_the_same_flops_and_keeps_no_logits():
     assert plain.saved_bytes - chunked.saved_bytes >= log_probabilities - gradient
 
 
-def test_a_chunks_gradient_is_gone_before_the_next_ones_is_made():
+def test_the_gradient_of_a_chunk_is_freed_before_the_next_one_is_made():
     """A trained head of (V, d) takes its weight, the sum and one share of it. Two shares at once were 1 GiB too many
     for Llama-3-8B."""
     head, hidden = nn.Linear(256, 512, bias=False), torch.randn(12, 256, requires_grad=True)
@@ -174,7 +174,7 @@ def test_a_chunks_gradient_is_gone_before_the_next_ones_is_made():
 
 
 class Centred(nn.Module):
-    """Does with its logits what no chunk can do alone."""
+    """Does something with its logits that no chunk can do alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which kernels run where. Liger's own need a GPU and are not run here."""
+"""Which kernels run where. Liger's kernels need a GPU and are not run here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_liger_is_refused_where_it_cannot_run(installed: bool):
             choose_kernels("liger", CUDA)
 
 
-def test_liger_gets_the_model_and_leaves_functions_of_the_process_alone(monkeypatch: pytest.MonkeyPatch):
+def test_liger_replaces_modules_of_the_model_and_no_function_of_the_process(monkeypatch: pytest.MonkeyPatch):
     module, seen = ModuleType("liger_kernel.transformers"), []
     vars(module)["_apply_liger_kernel_to_instance"] = lambda **given: seen.append(given)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))

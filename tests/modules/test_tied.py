@@ -1,4 +1,4 @@
-"""A tied weight's gradients are what they were, and take a third of the room."""
+"""A tied weight has the gradient that autograd gives it, in a third of the memory."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_gradients_are_the_same_bit_for_bit(name: str, tokens: int, passes: int)
         assert same(gradients(model, ids, passes=passes), expected)
 
 
-def most(model: nn.Module, tokens: Tensor) -> int:
-    """Peak bytes of a backward pass beside the gradients that it leaves."""
+def extra_peak(model: nn.Module, tokens: Tensor) -> int:
+    """Peak bytes of a backward pass, less the gradients that it leaves."""
     model.zero_grad()
     with MemoryTracker() as tracker:
         loss = loss_of(model, tokens)
@@ -94,18 +94,18 @@ def most(model: nn.Module, tokens: Tensor) -> int:
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_two_tables_are_never_made(chunk: int | None) -> None:
-    """Before, the embedding's gradient and the sum lay beside the head's."""
+def test_two_tables_of_gradients_are_saved(chunk: int | None) -> None:
+    """Autograd alone makes the embedding's gradient and the sum in addition to the head's."""
     model, ids = gpt2(), torch.randint(VOCABULARY, (1, 6))
     with nullcontext() if chunk is None else bt.chunked_loss(model, chunk):
-        plain = most(model, ids)
+        plain = extra_peak(model, ids)
         with joined(model):
-            saved = plain - most(model, ids)
-    # The worst moment is another one now: with all gradients there, the plain one had two tables more.
+            saved = plain - extra_peak(model, ids)
+    # The peak moves to another moment, so it falls by a little less than two tables.
     assert 2 * TABLE_BYTES - 16 * ids.numel() * WIDTH <= saved <= 2 * TABLE_BYTES
 
 
-def test_a_loss_in_chunks() -> None:
+def test_gradients_are_shared_with_a_chunked_loss() -> None:
     model, ids = gpt2(), torch.randint(VOCABULARY, (2, 9))
     with bt.chunked_loss(model, 4):
         expected = gradients(model, ids)
@@ -115,7 +115,7 @@ def test_a_loss_in_chunks() -> None:
 
 
 class WithoutHead(nn.Module):
-    """Takes the head's weight for a loss of its own, as fused losses do."""
+    """Uses the head's weight in a loss of its own, as fused losses do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class WithoutHead(nn.Module):
         return F.cross_entropy(logits, ids)
 
 
-def test_a_head_that_is_not_called_and_one_that_is_called_alone() -> None:
+def test_a_head_that_is_never_called_and_one_that_is_called_without_a_lookup() -> None:
     model, ids = WithoutHead(), torch.randint(VOCABULARY, (7,))
 
     def both() -> list[Tensor]:
@@ -153,7 +153,7 @@ def test_a_gradient_can_be_differentiated_again() -> None:
         torch.testing.assert_close(curvature(), expected)
 
 
-def test_only_while_the_block_that_owns_it_is_active() -> None:
+def test_gradients_are_shared_only_while_the_owning_block_is_active() -> None:
     parts = bt.partition(gpt2(), num_blocks=3)
 
     def surrounded() -> set[str]:
@@ -171,8 +171,8 @@ def test_only_while_the_block_that_owns_it_is_active() -> None:
     assert not any(wrappers_of(module) for module in apart.model.modules())
 
 
-def test_copies_of_the_model_are_as_they_would_be() -> None:
-    """Made between the lookup and the head, when the weight waits for the head."""
+def test_a_copy_of_the_model_has_no_wrappers() -> None:
+    """The copy is made between the lookup and the head, when the shared weight is set."""
     model, ids = WithoutHead(), torch.randint(VOCABULARY, (7,))
     expected = gradients_of(model, ids)
     with joined(model):

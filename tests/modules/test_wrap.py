@@ -1,4 +1,4 @@
-"""Running things around a module's forward pass."""
+"""Wrappers around a module's forward pass."""
 
 import copy
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from blocktrain.modules.wrap import wrap_forward
 
 
 @dataclass(eq=False)
-class Noting:
-    """Notes its name each time it runs."""
+class Recorder:
+    """Records its name each time it runs."""
 
     name: str
     seen: list[str] = field(default_factory=list)
@@ -23,11 +23,11 @@ class Noting:
         return run(*args, **kwargs)
 
 
-def test_the_last_one_added_is_the_outermost_and_removing_leaves_the_module_as_it_was() -> None:
+def test_the_last_wrapper_is_the_outermost_and_removing_all_restores_the_module() -> None:
     module, seen, x = nn.Linear(3, 3), [], torch.ones(1, 3)
     expected = module(x)
-    remove_inner = wrap_forward(module, Noting("inner", seen))
-    remove_outer = wrap_forward(module, Noting("outer", seen))
+    remove_inner = wrap_forward(module, Recorder("inner", seen))
+    remove_outer = wrap_forward(module, Recorder("outer", seen))
     assert torch.equal(module(x), expected)
     assert seen == ["outer", "inner"]
     remove_inner()
@@ -37,25 +37,25 @@ def test_the_last_one_added_is_the_outermost_and_removing_leaves_the_module_as_i
     assert "forward" not in module.__dict__
 
 
-def test_what_runs_around_runs_again_when_activations_are_computed_again() -> None:
-    module, inner = nn.Linear(3, 3), Noting("fetch")
+def test_a_wrapper_inside_a_checkpoint_runs_again_when_activations_are_recomputed() -> None:
+    module, inner = nn.Linear(3, 3), Recorder("fetch")
     wrap_forward(module, inner)
     wrap_forward(module, lambda run, x: checkpoint(run, x, use_reentrant=False))
     module(torch.ones(1, 3, requires_grad=True)).sum().backward()
     assert inner.seen == ["fetch", "fetch"]
 
 
-def test_a_copy_runs_around_its_own_module() -> None:
-    module, noting = nn.Linear(3, 3), Noting("a")
-    wrap_forward(module, noting)
+def test_wrappers_of_a_copy_run_around_the_copy() -> None:
+    module, recorder = nn.Linear(3, 3), Recorder("a")
+    wrap_forward(module, recorder)
     twin = copy.deepcopy(module)
     with torch.no_grad():
         module.weight.zero_()
         module.bias.zero_()
     assert twin(torch.ones(1, 3)).abs().sum() > 0  # the copy's weights, not the original's
-    assert noting.seen == []
+    assert recorder.seen == []
 
     fake = fake_copy(module)
     with fake.running():
         assert type(fake.model(torch.ones(1, 3))).__name__ == "FakeTensor"
-    assert noting.seen == []
+    assert recorder.seen == []

@@ -1,4 +1,4 @@
-"""The block optimizer is PyTorch's own, on one block at a time: nothing is added, lost, or moved that should not be."""
+"""The block optimizer steps as PyTorch's own does, on one block at a time, and moves nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(optimizer: BlockOptimizer, batch, steps: range) -> None:
 
 
 def split_for(cls: type, model: nn.Module) -> tuple[list[str], list[str]]:
-    """By hand: what Muon takes (matrices of the transformer layers) and what goes to AdamW; all to other classes."""
+    """By hand: what Muon takes (matrices of the transformer layers) and what AdamW takes; other classes take all."""
     names = dict(model.named_parameters())
     if cls is not torch.optim.Muon:
         return list(names), []
@@ -83,7 +83,7 @@ def plain_optimizers(model: nn.Module, cls: type, keywords: dict[str, Any], *, d
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
-def test_one_block_is_bitwise_an_ordinary_training_loop(optimizer_class: Class, decay_all: bool, gpt2, batch):
+def test_one_block_equals_an_ordinary_training_loop_bit_for_bit(optimizer_class: Class, decay_all: bool, gpt2, batch):
     cls, keywords = optimizer_class
     plain = gpt2().train()
     optimizers = plain_optimizers(plain, cls, keywords, decay_all=decay_all)
@@ -145,7 +145,7 @@ def test_a_visit_that_fails_retires_its_block(gpt2, batch):
         train(optimizer, batch, range(1))
         parts.model(**batch(1)).loss.backward()
         raise KeyboardInterrupt
-    assert optimizer.active is None
+    assert optimizer.block is None
     assert all(p.grad is None and not p.requires_grad for p in parts.model.parameters())
     assert optimizer.block_state(1) is not None
     with optimizer.visit(parts[2]):
@@ -153,7 +153,7 @@ def test_a_visit_that_fails_retires_its_block(gpt2, batch):
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
-def test_state_bytes_are_as_predicted(optimizer_class: Class, precision: Precision, gpt2, batch):
+def test_state_bytes_equal_the_prediction(optimizer_class: Class, precision: Precision, gpt2, batch):
     cls, keywords = optimizer_class
     parts = partition(gpt2(), num_blocks=3)
     optimizer = BlockOptimizer(parts, cls, precision=precision, **keywords)
@@ -179,17 +179,17 @@ def test_the_prediction_does_not_need_the_device_of_the_model(gpt2):
     assert optimizer.predicted_state_bytes(block) == 2 * 4 * block.num_parameters + 4 * len(block.parameters)
 
 
-def test_muon_takes_the_hidden_matrices_and_others_the_rest(gpt2):
+def test_muon_takes_the_hidden_matrices_and_others_take_all_else(gpt2):
     parts = partition(gpt2(), num_blocks=1)
     others = (torch.optim.SGD, {"lr": 0.5})
     optimizer = BlockOptimizer(parts, torch.optim.Muon, lr=0.1, others=others)
     with optimizer.visit(parts[0]):
-        muon, *rest = optimizer.param_groups
+        muon, *others_groups = optimizer.param_groups
         names = {id(p): name for name, p in parts.model.named_parameters()}
         taken = {names[id(p)] for p in muon["params"]}
         assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1) for m in MATRICES}
-        assert {group["lr"] for group in rest} == {0.5}
-        assert sum(len(group["params"]) for group in (muon, *rest)) == len(names)
+        assert {group["lr"] for group in others_groups} == {0.5}
+        assert sum(len(group["params"]) for group in (muon, *others_groups)) == len(names)
 
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -223,7 +223,7 @@ def test_state_after_reactivation_is_the_state_at_retirement(optimizer_class: Cl
         train(optimizer, batch, range(3, 4))
 
 
-def test_keeping_state_on_disk_trains_as_keeping_it_on_the_host(tmp_path, gpt2, batch):
+def test_state_on_disk_trains_as_state_on_the_host(tmp_path, gpt2, batch):
     models = []
     for store in (KeepOnHost(), KeepOnDisk(tmp_path)):
         parts = partition(gpt2(), num_blocks=3)
@@ -250,8 +250,8 @@ def test_the_folder_of_an_older_run_is_not_used(tmp_path, gpt2, batch):
 
 
 def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None, start: int = 0, span: Span = "block"):
-    """Visits of 2 steps to blocks 0, 1, 2, 0, 1. At `stop_at`, in mid-visit, returns what a checkpoint would hold; from
-    `start`, in mid-visit, goes on."""
+    """Visits of 2 steps to blocks 0, 1, 2, 0, 1. At step `stop_at`, in mid-visit, returns what a checkpoint would hold;
+    `start`, in mid-visit, continues from there."""
     trained = Cyclic(visit=Duration.steps(2), span=span).trained(optimizer.partition)
     for visit in range(start // 2, 5):
         with optimizer.visit(trained[visit % 3]):
@@ -266,10 +266,10 @@ def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None,
 @pytest.mark.parametrize("precision", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.Muon])
 @pytest.mark.parametrize(("stop_at", "span"), [(1, "block"), (7, "block"), (3, "suffix")])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0917
     cls, precision: Precision, stop_at: int, span: Span, make_store, tmp_path, gpt2, batch
 ):
-    """Stopped in the first visit, when no other block has state, and in the fourth, when all have; and in a visit to
+    """It is stopped in the first visit, when no other block has state; in the fourth, when all have; and in a visit to
     two blocks."""
 
     def make(folder: str) -> BlockOptimizer:
@@ -280,7 +280,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
     five_visits(uninterrupted, batch, span=span)
     stopped = make("stopped")
     at_stop, saved = five_visits(stopped, batch, stop_at=stop_at, span=span) or ({}, {})
-    # The run went on after its checkpoint before it was killed; with a store on disk that is still there.
+    # The run continued after its checkpoint before it was killed; a store on disk still has the later states.
     stopped.load_state_dict(saved)
     five_visits(stopped, batch, start=stop_at, span=span)
 
@@ -291,7 +291,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
     assert resumed.state_dict()["active"] == saved["active"]
     five_visits(resumed, batch, start=stop_at, span=span)
 
-    assert resumed.position() == uninterrupted.position()
+    assert resumed.progress() == uninterrupted.progress()
     for block in uninterrupted.partition:
         mine, theirs = resumed.block_weights(block.index), uninterrupted.block_weights(block.index)
         assert all(torch.equal(mine[name], theirs[name]) for name in block.parameters)
@@ -301,14 +301,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(  # noqa: PLR0917
         assert all(torch.equal(left[name], expected[name]) for name in expected)
 
 
-def test_the_state_of_blocks_trained_together_is_kept_apart(make_store, tmp_path, gpt2, batch):
-    """A visit to blocks 1 and 2 leaves what visits to each of them go on with; and the other way round."""
+def test_the_state_of_blocks_trained_together_is_stored_separately(make_store, tmp_path, gpt2, batch):
+    """Visits to block 1 or 2 continue with the state that a visit to both has left, and the other way round."""
     parts = partition(gpt2(), num_blocks=3)
     optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, state=make_store(tmp_path), precision=BF16_EXACT)
     with optimizer.visit(parts.suffix(1)):
         train(optimizer, batch, range(2))
         expected = {index: optimizer.block_state(index) for index in (1, 2)}
-        assert optimizer.position() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
+        assert optimizer.progress() == {"active": [1, 2], "steps": 2, "changed_at": [0, 2, 2]}
         assert optimizer.block_low_bits(1).keys() == parts[1].parameters.keys()
     kept = not isinstance(optimizer.store, Drop)
     for index, state in expected.items():
@@ -335,7 +335,7 @@ def saved_in_mid_visit(gpt2, batch, **options: Any) -> tuple[BlockOptimizer, dic
         return optimizer, optimizer.state_dict()
 
 
-def test_what_was_loaded_can_be_saved_again_before_anything_else(gpt2, batch):
+def test_a_loaded_state_can_be_saved_again_at_once(gpt2, batch):
     _, saved = saved_in_mid_visit(gpt2, batch)
     again = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, lr=1e-2)
     again.load_state_dict(saved)
@@ -349,7 +349,7 @@ def test_what_was_loaded_can_be_saved_again_before_anything_else(gpt2, batch):
     assert same_state(once_more["blocks"][1], saved["blocks"][1])
 
 
-def test_the_saved_state_waits_for_its_block(gpt2, batch):
+def test_a_loaded_state_is_pending_until_its_block_is_visited(gpt2, batch):
     """Another block may be visited first."""
     _, saved = saved_in_mid_visit(gpt2, batch)
     optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, lr=1e-2)
@@ -362,18 +362,18 @@ def test_the_saved_state_waits_for_its_block(gpt2, batch):
         assert optimizer.block_state(1) == {}  # dropped, as the store says
 
 
-def test_loading_forgets_what_was_trained_since(make_store, tmp_path, gpt2, batch):
+def test_loading_forgets_the_steps_taken_since(make_store, tmp_path, gpt2, batch):
     parts = partition(gpt2(), num_blocks=3)
     optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, state=make_store(tmp_path))
     saved = optimizer.state_dict()
     with optimizer.visit(parts[2]):
         train(optimizer, batch, range(1))
     optimizer.load_state_dict(saved)
-    assert optimizer.position() == {"active": [], "steps": 0, "changed_at": [0, 0, 0]}
+    assert optimizer.progress() == {"active": [], "steps": 0, "changed_at": [0, 0, 0]}
     assert [optimizer.block_state(block.index) for block in parts] == [None, None, None]
 
 
-def test_state_saved_is_not_changed_by_training_on(gpt2, batch):
+def test_further_training_does_not_change_a_saved_state(gpt2, batch):
     optimizer, saved = saved_in_mid_visit(gpt2, batch, state=KeepOnHost())
     moments = {name: entries["exp_avg"].clone() for name, entries in saved["blocks"][1].items()}
     optimizer.load_state_dict(saved)
@@ -382,10 +382,10 @@ def test_state_saved_is_not_changed_by_training_on(gpt2, batch):
     assert all(torch.equal(saved["blocks"][1][name]["exp_avg"], value) for name, value in moments.items())
 
 
-def test_loading_what_does_not_fit(gpt2, batch):
+def test_loading_a_state_of_another_partition_is_refused(gpt2, batch):
     optimizer, saved = saved_in_mid_visit(gpt2, batch, state=KeepOnHost())
     two = BlockOptimizer(partition(gpt2(), num_blocks=2), torch.optim.AdamW)
-    with pytest.raises(CheckpointError, match="the saved optimizer has 3 blocks, this partition 2"):
+    with pytest.raises(CheckpointError, match="the saved optimizer has 3 blocks, this partition has 2"):
         two.load_state_dict(saved)
     moved = {**saved, "blocks": {2: saved["blocks"][1]}}
     name = min(saved["blocks"][1])
@@ -395,8 +395,8 @@ def test_loading_what_does_not_fit(gpt2, batch):
 
 
 @pytest.mark.parametrize(("before", "after"), [(FP32, BF16_EXACT), (BF16_EXACT, FP32)])
-def test_loading_another_precision(before: Precision, after: Precision, gpt2, batch):
-    """Without its low_bits a bf16 model would have no masters, and train in bf16 without a word."""
+def test_loading_a_state_of_another_precision_is_refused(before: Precision, after: Precision, gpt2, batch):
+    """Without its low bits a bf16 model would have inexact masters, and nobody would notice."""
     _, saved = saved_in_mid_visit(gpt2, batch, precision=before)
     other = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, precision=after)
     with pytest.raises(CheckpointError, match=f"precision '{after.name}' needs .* with the precision it was saved"):
@@ -419,7 +419,7 @@ class FixedGradient(nn.Module):
 
 
 class FixedGradients(nn.Module):
-    """Two of them."""
+    """Two layers of that kind."""
 
     def __init__(self):
         super().__init__()
@@ -454,14 +454,14 @@ def ten_visits(precision: Precision, frozen: FrozenPlace) -> BlockOptimizer:
 
 @pytest.mark.parametrize("frozen", [OnDevice(), OnHost()], ids=["device", "host"])
 @pytest.mark.parametrize("precision", [BF16_EXACT, INT8, NF4], ids=lambda precision: precision.name)
-def test_all_of_the_movement_is_kept(precision: Precision, frozen: FrozenPlace):
-    """Also where the frozen weights are packed: their masters are not."""
+def test_no_movement_is_lost_at_a_switch(precision: Precision, frozen: FrozenPlace):
+    """This holds for quantized frozen weights too, because their masters are not quantized."""
     expected, optimizer = ten_visits(FP32, OnDevice()), ten_visits(precision, frozen)
     for index in range(2):
-        (half,), (remainder,) = optimizer.block_weights(index).values(), optimizer.block_low_bits(index).values()
+        (half,), (low_bits,) = optimizer.block_weights(index).values(), optimizer.block_low_bits(index).values()
         (in_fp32,) = expected.block_weights(index).values()
         assert half.dtype == torch.bfloat16
-        assert torch.equal(join(half, remainder), in_fp32)  # bit for bit
+        assert torch.equal(join(half, low_bits), in_fp32)  # bit for bit
 
 
 def test_rebuilding_masters_loses_a_third_of_the_movement():
@@ -501,7 +501,7 @@ def test_micro_batches_add_up_in_fp32():
         assert optimizer.gradients() == []
 
 
-def test_a_model_that_is_already_in_bf16_begins_with_what_it_has(gpt2):
+def test_a_model_in_bf16_keeps_its_values(gpt2):
     model = gpt2().bfloat16()
     before = weights(model)
     optimizer = BlockOptimizer(partition(model, num_blocks=3), torch.optim.AdamW, precision=BF16_EXACT)
@@ -547,7 +547,7 @@ def test_an_active_parameter_without_gradient_is_left_as_it_is(precision: Precis
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
-def test_clipping_is_pytorchs(max_norm: float, gpt2, batch):
+def test_clipping_equals_that_of_pytorch(max_norm: float, gpt2, batch):
     plain = gpt2().train()
     plain(**batch(0)).loss.backward()
     parts = partition(gpt2(), num_blocks=1)
@@ -576,7 +576,7 @@ def test_clipping_reaches_the_gradients_of_masters():
         assert optimizer.clip_grad_norm().item() == pytest.approx(6.4, rel=1e-5)
 
 
-def test_learning_rates_are_scaled_from_where_they_began(gpt2):
+def test_learning_rates_are_scaled_relative_to_their_first_values(gpt2):
     parts = partition(gpt2(), num_blocks=3)
     optimizer = BlockOptimizer(parts, torch.optim.Muon, lr=0.2, others=(torch.optim.AdamW, {"lr": 0.01}))
     for block in parts:
@@ -596,18 +596,18 @@ def test_visits_do_not_nest(gpt2):
             optimizer.visit(parts[1]),
         ):
             pass
-        assert optimizer.active is parts[0]
+        assert optimizer.block is parts[0]
         assert all(p.requires_grad for p in parts[0].parameters.values())
 
 
-def foreign(parts: Partition) -> list[Block]:
+def blocks_of_others(parts: Partition) -> list[Block]:
     return [parts.whole, partition(parts.model, num_blocks=3)[0]]
 
 
 def test_a_block_of_another_partition_is_refused(gpt2):
     parts = partition(gpt2(), num_blocks=2)
     optimizer = BlockOptimizer(parts, torch.optim.AdamW)
-    for block in foreign(parts):
+    for block in blocks_of_others(parts):
         with (
             pytest.raises(ConfigError, match=r"is not a block of this optimizer's partition; visit one of Partition"),
             optimizer.visit(block),
@@ -615,7 +615,7 @@ def test_a_block_of_another_partition_is_refused(gpt2):
             pass
 
 
-def test_what_is_no_partition_or_no_optimizer_class_is_refused(gpt2) -> None:
+def test_wrong_kinds_of_arguments_are_refused(gpt2) -> None:
     make: Any = BlockOptimizer
     with pytest.raises(ConfigError, match=r"a GPT2LMHeadModel is no partition: give bt\.partition"):
         make(gpt2(), torch.optim.AdamW)
@@ -624,13 +624,13 @@ def test_what_is_no_partition_or_no_optimizer_class_is_refused(gpt2) -> None:
 
 
 @pytest.mark.parametrize("use", ["step", "zero_grad", "gradients", "clip_grad_norm", "state_bytes"])
-def test_outside_a_visit(use: str, gpt2):
+def test_methods_of_a_visit_are_refused_outside_of_it(use: str, gpt2):
     optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW)
     with pytest.raises(ConfigError, match=r"no block is active: use 'with optimizer.visit\(block\):'"):
         getattr(optimizer, use)()
 
 
-def test_loading_inside_a_visit(gpt2, batch):
+def test_loading_inside_a_visit_is_refused(gpt2, batch):
     optimizer, saved = saved_in_mid_visit(gpt2, batch)
     with (
         optimizer.visit(optimizer.partition[0]),
@@ -639,7 +639,7 @@ def test_loading_inside_a_visit(gpt2, batch):
         optimizer.load_state_dict(saved)
 
 
-def test_every_store_is_a_store(tmp_path):
+def test_every_store_has_no_state_at_first(tmp_path):
     stores: list[StateStore] = [make(tmp_path) for make in STORES.values()]
     assert [store.get(0) for store in stores] == [None, None, None]
 
@@ -671,7 +671,7 @@ def test_rows_of_a_matrix_move_as_they_do_in_the_whole_matrix(gpt2, batch, preci
         )
 
 
-def test_moments_are_those_of_the_rows_alone(gpt2, batch):
+def test_moments_of_a_block_of_rows_have_its_rows_only(gpt2, batch):
     parts = partition(gpt2(), largest=600)
     optimizer = BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2)
     for block in parts:

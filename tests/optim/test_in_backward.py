@@ -1,4 +1,4 @@
-"""Weights that are stepped inside the backward pass end, bit for bit, where a step on all gradients brings them."""
+"""Weights stepped inside the backward pass end with the values of an ordinary step, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import blocktrain as bt
 from blocktrain.chain.block import Block
 from blocktrain.chain.checkpointing import checkpointing
 from blocktrain.chain.partition import partition
+from blocktrain.contrib.learning_tail import Tail
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.in_backward import REASON
-from blocktrain.optim.learning_tail import Tail
 from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
 from blocktrain.optim.state import KeepOnHost
@@ -36,7 +35,7 @@ STEPS = 3
 
 
 def trained(optimizer: BlockOptimizer, batch, *, visits: list[Block], checkpointed: bool = False) -> list[float]:
-    """The norms of gradients that `STEPS` steps in each visit show, at a rate that falls."""
+    """The gradient norms of `STEPS` steps in each visit, at a falling learning rate."""
     model, norms = optimizer.partition.model, []
     for visit in visits:
         with optimizer.visit(visit):
@@ -54,8 +53,8 @@ def trained(optimizer: BlockOptimizer, batch, *, visits: list[Block], checkpoint
     return norms
 
 
-def assert_alike(made, batch, *, suffix: bool = False, checkpointed: bool = False) -> None:
-    """made(in_backward) -> the optimizer of a fresh model."""
+def assert_equal_results(made, batch, *, suffix: bool = False, checkpointed: bool = False) -> None:
+    """Compare training with and without it. made(in_backward) -> the optimizer of a fresh model."""
     ends = []
     for in_backward in (False, True):
         optimizer: BlockOptimizer = made(in_backward)
@@ -72,14 +71,14 @@ def assert_alike(made, batch, *, suffix: bool = False, checkpointed: bool = Fals
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_class_ends_where_it_does_without(name: str, gpt2, batch) -> None:
+def test_every_optimizer_class_gives_equal_results(name: str, gpt2, batch) -> None:
     cls, options = OPTIMIZERS[name]
 
     def made(in_backward: bool) -> BlockOptimizer:
         parts = partition(gpt2(), num_blocks=3)
         return BlockOptimizer(parts, cls, state=KeepOnHost(), in_backward=in_backward, **options)
 
-    assert_alike(made, batch)
+    assert_equal_results(made, batch)
 
 
 @pytest.mark.parametrize(
@@ -94,30 +93,30 @@ def test_every_class_ends_where_it_does_without(name: str, gpt2, batch) -> None:
     ids=["bf16-exact", "from the host", "int8", "8bit", "tail"],
 )
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_so_does_every_memory_of_weights(options: dict[str, Any], checkpointed: bool, gpt2, batch) -> None:
+def test_every_storage_of_weights_gives_equal_results(options: dict[str, Any], checkpointed: bool, gpt2, batch) -> None:
     def made(in_backward: bool) -> BlockOptimizer:
         parts = partition(gpt2(), num_blocks=3)
         return BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, in_backward=in_backward, **options)
 
-    assert_alike(made, batch, checkpointed=checkpointed)
+    assert_equal_results(made, batch, checkpointed=checkpointed)
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 3, "pieces": "modules"}, {"largest": 1500}])
-def test_so_do_blocks_of_pieces_and_of_rows(options: dict[str, Any], gpt2, batch) -> None:
+def test_blocks_of_pieces_and_of_rows_give_equal_results(options: dict[str, Any], gpt2, batch) -> None:
     def made(in_backward: bool) -> BlockOptimizer:
         return BlockOptimizer(partition(gpt2(), **options), torch.optim.AdamW, lr=1e-2, in_backward=in_backward)
 
-    assert_alike(made, batch)
+    assert_equal_results(made, batch)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
-def test_so_does_a_suffix(precision: Precision, gpt2, batch) -> None:
+def test_a_suffix_gives_equal_results(precision: Precision, gpt2, batch) -> None:
     def made(in_backward: bool) -> BlockOptimizer:
         parts = partition(gpt2(), num_blocks=3)
         options: dict[str, Any] = {"precision": precision, "state": KeepOnHost(), "in_backward": in_backward}
         return BlockOptimizer(parts, torch.optim.AdamW, lr=1e-2, **options)
 
-    assert_alike(made, batch, suffix=True)
+    assert_equal_results(made, batch, suffix=True)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
@@ -144,12 +143,12 @@ def test_one_gradient_is_alive_at_a_time(precision: Precision, batch) -> None:
             assert other.bytes - peak.bytes > 4 * (block.num_parameters - 6 * largest) > 0
 
 
-def test_used_norms_do_not_pile_up(gpt2, batch) -> None:
+def test_norms_do_not_pile_up(gpt2, batch) -> None:
     mine = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
     with mine.visit(mine.partition[0]):
         for step in range(2):
             mine.partition.model(**batch(step)).loss.backward()
-            assert len(mine.in_visit.used or ()) == len(mine.partition[0].parameters)
+            assert len(mine.active_block.stepped_norms or ()) == len(mine.partition[0].parameters)
             mine.step()
         assert mine.clip_grad_norm() == 0
 
@@ -171,7 +170,7 @@ class OneCount(torch.optim.Optimizer):
         """Nothing moves."""
 
 
-def test_what_cannot_be_stepped_so_is_refused(gpt2, tiny, tmp_path: Path) -> None:
+def test_what_cannot_be_stepped_in_backward_is_refused(gpt2, tiny, tmp_path: Path) -> None:
     mine = BlockOptimizer(partition(gpt2(), num_blocks=3), OneCount, in_backward=True)
     with pytest.raises(ConfigError, match="OneCount may not be meant for that"), mine.visit(mine.partition[0]):
         pass
@@ -187,7 +186,10 @@ def test_what_cannot_be_stepped_so_is_refused(gpt2, tiny, tmp_path: Path) -> Non
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda: 2)
-            with pytest.raises(ConfigError, match=f"{REASON}, before gradients of several processes are summed"):
+            with pytest.raises(
+                ConfigError,
+                match=r"^in_backward = true moves weights .*, before gradients of several processes are summed",
+            ):
                 BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
     finally:
         torch.distributed.destroy_process_group()
@@ -203,7 +205,7 @@ def test_what_cannot_be_stepped_so_is_refused(gpt2, tiny, tmp_path: Path) -> Non
             tiny("optimizer.in_backward=true", "optimizer.max_grad_norm=none", override)
 
 
-def test_a_run_is_the_same_bit_for_bit(tiny, tmp_path: Path, outcome) -> None:
+def test_a_run_is_equal_bit_for_bit(tiny, tmp_path: Path, outcome) -> None:
     """Losses, norms and final files."""
     found = {}
     for in_backward in ("false", "true"):
@@ -219,7 +221,7 @@ def test_a_run_is_the_same_bit_for_bit(tiny, tmp_path: Path, outcome) -> None:
     assert found["true"][2]
 
 
-def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
+def test_it_is_proposed_when_memory_is_short(tiny, tmp_path: Path) -> None:
     parts = {"gradients": 10**6}
     context = build(tiny("optimizer.max_grad_norm=none"), tmp_path / "plain")
     largest = max(p.nbytes for p in context.model.parameters())
@@ -230,7 +232,7 @@ def test_it_is_proposed_where_memory_is_short(tiny, tmp_path: Path) -> None:
         assert ("batch.rows 4 -> 2" in savings(known, {"logits": 10})) == (other == "optimizer.in_backward=true")
 
 
-def test_arithmetic_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
+def test_the_memory_estimate_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
     context = build(tiny("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), tmp_path)
     cost = count_opening(context, run_header(context, "bcd")).costs.to_event()
     for block, parts in zip(context.partition, cost["memory"]["blocks"], strict=True):
@@ -238,7 +240,7 @@ def test_arithmetic_counts_the_largest_gradient(tiny, tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_used_twice_moves_once() -> None:
-    """When both its gradients are there."""
+    """It moves when both of its gradients are summed."""
     ends = []
     for in_backward in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Masters live for a visit: they begin where the last one ended and leave nothing behind."""
+"""Masters exist during a visit: they start from the values at the end of the last one, and collect gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_lowering_keeps_the_values(weights: dict[str, nn.Parameter]):
         assert torch.equal(join(p.data, low_bits[name]), before[name])
 
 
-def test_lowering_what_is_lower_already_changes_nothing():
+def test_lowering_a_bf16_weight_changes_nothing():
     weight = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
     before = weight.detach().clone()
     low_bits = lower({"w": weight})
@@ -32,7 +32,7 @@ def test_lowering_what_is_lower_already_changes_nothing():
     assert torch.equal(join(weight.data, low_bits["w"]), before.float())
 
 
-def test_masters_begin_where_they_ended(weights: dict[str, nn.Parameter]):
+def test_masters_start_where_the_last_ones_ended(weights: dict[str, nn.Parameter]):
     masters = Masters(Block(0, (), weights), lower(weights))
     with torch.no_grad():
         for master in masters.parameters.values():
@@ -42,13 +42,13 @@ def test_masters_begin_where_they_ended(weights: dict[str, nn.Parameter]):
     assert all(torch.equal(again.parameters[name], value) for name, value in left.items())
 
 
-def test_without_remainders_a_master_is_the_weight(weights: dict[str, nn.Parameter]):
+def test_without_low_bits_a_master_is_the_weight(weights: dict[str, nn.Parameter]):
     lower(weights)
     masters = Masters(Block(0, (), weights), {})
     assert all(torch.equal(masters.parameters[name], weight.float()) for name, weight in weights.items())
 
 
-def test_the_model_follows_its_masters(weights: dict[str, nn.Parameter]):
+def test_stepping_writes_the_masters_to_the_model(weights: dict[str, nn.Parameter]):
     masters = Masters(Block(0, (), weights), lower(weights))
     before = weights["a"].detach().clone()
     weights["b"].sum().backward()
@@ -63,7 +63,7 @@ def test_the_model_follows_its_masters(weights: dict[str, nn.Parameter]):
     assert masters.gradients() == {}  # used up
 
 
-def test_the_first_gradient_stays_as_it_is_and_the_second_widens_it(weights: dict[str, nn.Parameter]):
+def test_the_first_gradient_stays_in_bf16_and_the_second_makes_the_sum_fp32(weights: dict[str, nn.Parameter]):
     """One micro-batch a step needs no fp32 copy of its gradients."""
     masters = Masters(Block(0, (), weights), lower(weights))
     (weights["a"].sum() * 2).backward()
@@ -83,18 +83,18 @@ def test_gradients_go_to_the_master_during_a_visit_and_stay_with_the_weight_afte
     assert masters.gradients() == {}
 
 
-def test_scaling_waits_until_gradients_are_widened(weights: dict[str, nn.Parameter]):
+def test_scaling_is_applied_when_gradients_are_converted_to_fp32(weights: dict[str, nn.Parameter]):
     masters = Masters(Block(0, (), weights), lower(weights))
     weights["b"].sum().backward()
     assert masters.norm().item() == pytest.approx(7**0.5)
     masters.scale(torch.tensor(1 / 3))
     assert masters.norm().item() == pytest.approx(7**0.5 / 3)
     assert masters.collected["b"].dtype == torch.bfloat16
-    weights["b"].sum().backward()  # one that comes later is not scaled
+    weights["b"].sum().backward()  # a later gradient is not scaled
     assert torch.equal(masters.gradients()["b"], torch.full((7,), 1.0).mul(torch.tensor(1 / 3)).add(1.0))
 
 
-def test_rows_of_fp32_weights_are_moved_in_place(weights: dict[str, nn.Parameter]):
+def test_rows_of_fp32_weights_are_updated_in_place(weights: dict[str, nn.Parameter]):
     before = weights["a"].detach().clone()
     masters = Masters(Block(0, (), {"a": weights["a"]}, {"a": range(1, 3)}), {})
     (weights["a"].sum() * 2).backward()

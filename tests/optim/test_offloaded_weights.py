@@ -1,4 +1,4 @@
-"""OffloadedWeights weights: what a model computes with them is what it computes with the same values in place."""
+"""A model with offloaded weights computes what it computes with the same values in its parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blocktrain.chain.partition import partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.flops import StepCounter
-from blocktrain.modules.placeholder import is_placeholder, tensors_behind
+from blocktrain.modules.placeholder import backing_tensors, is_placeholder
 from blocktrain.modules.wrap import wrap_forward
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
@@ -47,7 +47,7 @@ def optimizer_of(
 
 
 def plain_model(gpt2, precision: Precision) -> BlockOptimizer:
-    """A model that never rests, with the values that a resting one wakes to."""
+    """A model that is never offloaded, with the values to which an offloaded one is materialized."""
     model = gpt2()
     for parameter in model.parameters():
         value = half(parameter.data) if precision.has_master else parameter.data
@@ -56,12 +56,12 @@ def plain_model(gpt2, precision: Precision) -> BlockOptimizer:
 
 
 def activate_as(plain: BlockOptimizer, optimizer: BlockOptimizer, index: int) -> None:
-    """The active block is not packed: it has its own values."""
+    """The active block is not quantized: it has its own values."""
     plain.load_block_weights(index, optimizer.block_weights(index))
 
 
 class Checkpointed:
-    """Computes a module again in the backward pass."""
+    """A wrapper that recomputes a module in the backward pass."""
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -79,7 +79,7 @@ def checkpointed(parts: Partition) -> Iterator[None]:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("index", range(3))
-def test_loss_and_gradients_are_those_of_the_same_values_in_place(index: int, recompute: bool, kind, gpt2, batch):
+def test_loss_and_gradients_equal_those_of_the_same_values_in_place(index: int, recompute: bool, kind, gpt2, batch):
     optimizer, plain = optimizer_of(gpt2(), kind), plain_model(gpt2, kind[0])
     activate_as(plain, optimizer, index)
     found = []
@@ -115,7 +115,7 @@ def test_a_streamed_run_is_bitwise_the_resident_one(precision: Precision, gpt2, 
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_resting_weights_take_no_memory_and_read_as_nan(kind, gpt2):
+def test_offloaded_weights_take_no_memory_and_read_as_nan(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     parameter = optimizer.partition.model.get_parameter(NAME)
     assert parameter.isnan().all()
@@ -127,14 +127,14 @@ def test_resting_weights_take_no_memory_and_read_as_nan(kind, gpt2):
     assert parameter.isnan().all()
 
 
-def test_a_visit_that_fails_puts_its_block_to_rest(kind, gpt2):
+def test_a_visit_that_fails_offloads_its_block(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     with contextlib.suppress(KeyboardInterrupt), optimizer.visit(optimizer.partition[2]):
         raise KeyboardInterrupt
     assert is_placeholder(optimizer.partition.model.get_parameter(NAME))
 
 
-def test_a_forward_pass_that_fails_leaves_the_parameters_where_they_were(kind, gpt2):
+def test_a_forward_pass_that_fails_restores_the_parameters(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     model = optimizer.partition.model
     before = dict(model.named_parameters())
@@ -146,7 +146,7 @@ def test_a_forward_pass_that_fails_leaves_the_parameters_where_they_were(kind, g
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_evaluation_between_and_inside_visits(mode, kind, gpt2, batch):
-    """Weights that were fetched in inference mode may be kept for a step that follows."""
+    """Weights that were fetched in inference mode may be saved for the step that follows."""
     optimizer, plain = optimizer_of(gpt2(), kind), plain_model(gpt2, kind[0])
     model = optimizer.partition.model
     with mode():
@@ -160,7 +160,7 @@ def test_evaluation_between_and_inside_visits(mode, kind, gpt2, batch):
         assert all(gradient.isfinite().all() for gradient in optimizer.gradients())
 
 
-def test_the_state_dict_is_true(kind, gpt2):
+def test_the_state_dict_has_the_values_of_offloaded_weights(kind, gpt2):
     expected = {name: value.clone() for name, value in gpt2().to(kind[0].compute).state_dict().items()}
     optimizer = optimizer_of(gpt2(), kind)
     for block in (None, *optimizer.partition):
@@ -193,7 +193,7 @@ def test_loading_weights(kind, gpt2, batch):
 def test_a_closed_optimizer_leaves_an_ordinary_model(kind, gpt2, batch):
     model = gpt2()
     optimizer = optimizer_of(model, kind)
-    with pytest.raises(ConfigError, match=r"rest with another BlockOptimizer; close\(\) that one first"):
+    with pytest.raises(ConfigError, match=r"are offloaded by another BlockOptimizer; close\(\) that one first"):
         optimizer_of(model, kind)
     optimizer.close()
     expected = gpt2().to(kind[0].compute).state_dict()
@@ -205,7 +205,7 @@ def test_a_closed_optimizer_leaves_an_ordinary_model(kind, gpt2, batch):
     assert model(**batch(0)).loss.isfinite()
 
 
-# -- what looks at a model rather than runs it ------------------------------------------------------------------------
+# -- copies and accounting of memory ----------------------------------------------------------------------------------
 
 
 def test_a_copy_without_memory_has_the_shapes_and_costs_of_the_model(kind, gpt2, batch):
@@ -222,7 +222,7 @@ def test_a_copy_without_memory_has_the_shapes_and_costs_of_the_model(kind, gpt2,
     assert all(p.is_contiguous() for p in replica.parameters())
 
 
-def test_a_copy_holds_nothing_of_what_rests(kind, gpt2):
+def test_a_copy_has_no_offloaded_values(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     replica = copy.deepcopy(optimizer.partition.model)
     assert not any(is_placeholder(parameter) for parameter in replica.parameters())
@@ -235,10 +235,12 @@ def test_bytes_of_the_weights(kind, gpt2):
     model = optimizer.partition.model
     for block in optimizer.partition:
         with optimizer.visit(block):
-            parts = {id(part): part for p in model.parameters() for part in tensors_behind(p)}
+            parts = {id(part): part for p in model.parameters() for part in backing_tensors(p)}
             there = sum(part.nbytes for part in parts.values())
             if isinstance(kind[1], OnHost):
-                there -= sum(part.nbytes for p in model.parameters() if is_placeholder(p) for part in tensors_behind(p))
+                there -= sum(
+                    part.nbytes for p in model.parameters() if is_placeholder(p) for part in backing_tensors(p)
+                )
             assert optimizer.weight_bytes(block) == there
 
 
@@ -246,25 +248,25 @@ def test_bytes_of_the_weights(kind, gpt2):
 
 
 class Fetches:
-    """Notes which units are copied to the device."""
+    """Records which units are copied to the device."""
 
     def __init__(self, optimizer: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
-        self.resting = optimizer._frozen._offloaded
+        self.offloaded = optimizer._frozen._offloaded
         self.seen: list[int] = []
         self.most = 0
-        fetch, materialized = self.resting._fetch, self.resting.materialized
+        fetch, unit_weights = self.offloaded._fetch, self.offloaded.unit_weights
 
-        def noting(unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
+        def recording(unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
             self.seen.append(unit)
             return fetch(unit)
 
         def counting(unit: int) -> dict[nn.Parameter, Tensor]:
-            found = materialized(unit)
-            self.most = max(self.most, len(self.resting._coming))
+            found = unit_weights(unit)
+            self.most = max(self.most, len(self.offloaded._prefetched))
             return found
 
-        monkeypatch.setattr(self.resting, "_fetch", noting)
-        monkeypatch.setattr(self.resting, "materialized", counting)
+        monkeypatch.setattr(self.offloaded, "_fetch", recording)
+        monkeypatch.setattr(self.offloaded, "unit_weights", counting)
 
 
 @pytest.fixture
@@ -275,7 +277,7 @@ def deep(gpt2) -> BlockOptimizer:
     return BlockOptimizer(partition(model, num_blocks=6), torch.optim.SGD, lr=0.1, frozen=OnHost())
 
 
-def test_each_layer_is_fetched_once_a_pass_and_one_ahead(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
+def test_each_layer_is_fetched_once_a_pass_one_ahead(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
     fetches = Fetches(deep, monkeypatch)
     model = deep.partition.model
     with torch.no_grad():
@@ -283,11 +285,11 @@ def test_each_layer_is_fetched_once_a_pass_and_one_ahead(deep: BlockOptimizer, m
             model(torch.ones(1, 8))
     assert fetches.seen == [0, 1, 2, 3, 4, 5] * 2
     assert fetches.most == 2
-    assert fetches.resting._coming.keys() == {5}
+    assert fetches.offloaded._prefetched.keys() == {5}
 
 
-def test_a_backward_pass_that_computes_again_fetches_downward(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
-    """Active is layer 2. Up: 0 1 3 4 5. Down again: 5 is still there, then 4 and 3, and 1, which is of use later."""
+def test_a_backward_pass_that_recomputes_fetches_downward(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
+    """Layer 2 is active. Up: 0 1 3 4 5. Down: 5 is still there, then 4, 3, and 1, which the next pass uses."""
     fetches = Fetches(deep, monkeypatch)
     parts = deep.partition
     with deep.visit(parts[2]), checkpointed(parts):
@@ -297,8 +299,8 @@ def test_a_backward_pass_that_computes_again_fetches_downward(deep: BlockOptimiz
     assert fetches.most == 2
 
 
-def test_what_autograd_keeps_of_a_resting_layer_without_checkpointing_is_right_too(deep: BlockOptimizer):
-    """The model's own weights may change their place between forward and backward."""
+def test_gradients_are_right_without_checkpointing_when_the_layer_runs_again(deep: BlockOptimizer):
+    """Another forward pass may materialize the weights again between forward and backward."""
     parts = deep.partition
     plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     plain.load_state_dict(parts.model.state_dict())
@@ -313,8 +315,8 @@ def test_what_autograd_keeps_of_a_resting_layer_without_checkpointing_is_right_t
         assert torch.equal(deep.gradients()[0], weight.grad)
 
 
-def test_it_runs_on_tensors_without_memory(kind):
-    """Memory is predicted so: nothing may read a number."""
+def test_offloading_works_on_fake_tensors(kind):
+    """Memory is predicted on fake tensors, so nothing may read a number."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -331,8 +333,8 @@ def test_it_runs_on_tensors_without_memory(kind):
 # -- blocks of rows ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_resting_matrix_are_trained_as_those_of_a_resident_one(gpt2, batch):
-    """The matrix is awake as a whole while a block that owns some of its rows is active."""
+def test_rows_of_an_offloaded_matrix_are_trained_as_those_of_a_resident_one(gpt2, batch):
+    """The whole matrix is materialized while a block that owns some of its rows is active."""
     runs = []
     for place in (OnDevice(), OnHost()):
         parts = partition(gpt2(), largest=2000)

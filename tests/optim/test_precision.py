@@ -1,4 +1,4 @@
-"""bf16 and 16 bits are the fp32 value, bit for bit."""
+"""A bf16 half and 16 low bits give the fp32 value, bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_random_bit_patterns_are_exact(seed: int):
     assert back[nan].isnan().all()
 
 
-def test_what_is_not_a_number_stays_so_in_the_model():
+def test_nan_stays_nan_in_the_model():
     """0x7fffffff is the NaN that GPUs make; rounded up as an integer it would be -0.0, and the fault hidden."""
     values = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFF8000)
     assert values.isnan().all()
@@ -81,7 +81,7 @@ def test_the_half_is_rounded_to_nearest():
     assert tie.sum() > 0
 
 
-def test_rounding_shrinks_nothing():
+def test_rounding_has_no_bias():
     values = torch.rand(2**20) + 0.5
     bias = ((half(values).double() - values.double()) / values.double()).mean().item()
     assert abs(bias) < 1e-5  # truncation: -2.8e-3
@@ -89,22 +89,22 @@ def test_rounding_shrinks_nothing():
 
 def test_shapes_and_strides():
     for values in (torch.randn(()), torch.randn(0), torch.randn(3, 4).T, torch.randn(2, 3, 4)[:, ::2]):
-        upper, remainder = split(values)
-        assert (upper.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
-        assert upper.shape == remainder.shape == values.shape
-        assert torch.equal(join(upper, remainder), values)
+        upper, low_bits = split(values)
+        assert (upper.dtype, low_bits.dtype) == (torch.bfloat16, torch.int16)
+        assert upper.shape == low_bits.shape == values.shape
+        assert torch.equal(join(upper, low_bits), values)
 
 
-def test_splitting_leaves_the_master_alone():
+def test_splitting_does_not_change_the_master():
     values = torch.randn(100)
     before = values.clone()
-    upper, remainder = split(values)
-    join(upper, remainder).add_(1)
+    upper, low_bits = split(values)
+    join(upper, low_bits).add_(1)
     assert torch.equal(values, before)
-    assert torch.equal(join(upper, remainder), before)
+    assert torch.equal(join(upper, low_bits), before)
 
 
-def test_presets_by_name():
+def test_presets_are_found_by_name():
     assert preset("fp32") is FP32
     assert preset("bf16-exact") is BF16_EXACT
     with pytest.raises(ConfigError, match="precision 'bf16_exact' is unknown; did you mean 'bf16-exact'"):

@@ -1,4 +1,4 @@
-"""Quantized weights take the bits they say, come back close, and the same on every path."""
+"""Quantized weights take the documented bits, and dequantize to nearly the same values, equal on every path."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_shape_and_dtype_come_back(form: Format, shape: tuple[int, ...]):
 @pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8.125, 0.007), ("nf4", 4.25, 0.1)])
 def test_bits_and_error(form: Format, bits: float, error: float):
     weight = (torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    packed = quantize(weight, form)
-    assert 8 * sum(part.nbytes for part in packed.parts) / weight.numel() == bits
-    assert ((packed.dequantize() - weight).float().norm() / weight.float().norm()).item() < error
+    quantized = quantize(weight, form)
+    assert 8 * sum(part.nbytes for part in quantized.parts) / weight.numel() == bits
+    assert ((quantized.dequantize() - weight).float().norm() / weight.float().norm()).item() < error
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_was_packed_once_packs_without_loss(form: Format):
+def test_quantizing_again_loses_nothing(form: Format):
     once = quantize(torch.randn(100, 100).bfloat16(), form).dequantize()
     assert torch.equal(quantize(once, form).dequantize(), once)
 
@@ -43,14 +43,14 @@ def test_zeros_stay_zeros_and_extremes_keep_their_sign(form: Format):
     assert torch.equal(found, weight)
 
 
-def test_int8_is_off_by_half_a_step_at_most_and_a_bf16_rounding():
+def test_int8_errs_by_half_a_step_and_a_bf16_rounding_at_most():
     weight = torch.randn(64, 128).bfloat16()
     step = weight.float().abs().amax(1, keepdim=True) / 127
     error = (quantize(weight, "int8").dequantize().float() - weight.float()).abs()
     assert (error <= 0.5 * step * 1.01 + weight.float().abs() * 2**-8).all()
 
 
-def test_nf4_takes_the_nearest_of_the_table():
+def test_nf4_takes_the_nearest_value_of_the_table():
     scale = 2.0  # exact in bf16
     weight = torch.linspace(-scale, scale, 64).view(1, 64)
     table = torch.tensor(NF4_VALUES) * scale
@@ -58,19 +58,19 @@ def test_nf4_takes_the_nearest_of_the_table():
     assert torch.equal(quantize(weight, "nf4").dequantize().view(-1), nearest)
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
-    packed = quantize(torch.randn(100, 100).bfloat16(), "nf4")
-    whole = packed.dequantize()
+def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    quantized = quantize(torch.randn(100, 100).bfloat16(), "nf4")
+    whole = quantized.dequantize()
     monkeypatch.setattr(quantize_module, "_CHUNK", 256)
-    assert torch.equal(packed.dequantize(), whole)
+    assert torch.equal(quantized.dequantize(), whole)
 
 
 @pytest.mark.skipif(not has_bitsandbytes(), reason="bitsandbytes is not installed")
-def test_the_kernels_of_bitsandbytes_read_our_layout():
+def test_the_kernels_of_bitsandbytes_read_this_layout():
     weight = torch.randn(300, 70).bfloat16()
-    packed = quantize(weight, "nf4")
-    codes, scales = packed.parts
+    quantized = quantize(weight, "nf4")
+    codes, scales = quantized.parts
     found = torch.ops.bitsandbytes.dequantize_4bit(
         codes, scales.float(), quantize_module.NF4_GROUP, "nf4", [2 * codes.numel()], torch.bfloat16
     )
-    assert torch.equal(found.view(-1)[: weight.numel()].view(weight.shape), packed.dequantize())
+    assert torch.equal(found.view(-1)[: weight.numel()].view(weight.shape), quantized.dequantize())

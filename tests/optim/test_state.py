@@ -1,4 +1,4 @@
-"""State survives its stay on the host or on disk unchanged, and files are there whole or not at all."""
+"""State comes back from the host or the disk unchanged, and its files exist completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ import pytest
 import safetensors.torch
 import torch
 
-from blocktrain.errors import CheckpointError, StorageError
-from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore, decode_state, encode_state
+from blocktrain.errors import CheckpointError, ConfigError, StorageError
+from blocktrain.optim.state import (
+    STATE_STORES,
+    BlockState,
+    Drop,
+    KeepOnDisk,
+    KeepOnHost,
+    StateStore,
+    decode_state,
+    encode_state,
+    make_state_store,
+)
 
 # What optimizers keep: moments of any dtype and shape, step counts without dimension, plain numbers; names with
 # anything in them.
@@ -52,28 +62,28 @@ def assert_same(found: BlockState | None, expected: BlockState) -> None:
 
 
 @pytest.fixture(params=["host", "disk"])
-def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> StateStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> StateStore:
     return KeepOnHost() if request.param == "host" else KeepOnDisk(tmp_path / "not" / "yet" / "there")
 
 
-def test_state_comes_back_as_it_was(keeping: StateStore):
-    keeping.put(1, STATE)
-    assert_same(keeping.get(1), STATE)
-    assert keeping.get(0) is None
+def test_state_comes_back_as_it_was(store: StateStore):
+    store.put(1, STATE)
+    assert_same(store.get(1), STATE)
+    assert store.get(0) is None
 
 
-def test_the_last_state_put_is_the_one_kept(keeping: StateStore):
-    keeping.put(0, STATE)
-    keeping.put(0, {"w": {"step": torch.tensor(1.0)}})
-    assert_same(keeping.get(0), {"w": {"step": torch.tensor(1.0)}})
+def test_a_later_state_replaces_the_earlier_one(store: StateStore):
+    store.put(0, STATE)
+    store.put(0, {"w": {"step": torch.tensor(1.0)}})
+    assert_same(store.get(0), {"w": {"step": torch.tensor(1.0)}})
 
 
-def test_a_cleared_store_is_empty(keeping: StateStore):
-    keeping.clear()  # also before there is anything
-    keeping.put(0, STATE)
-    keeping.put(1, STATE)
-    keeping.clear()
-    assert [keeping.get(block) for block in (0, 1)] == [None, None]
+def test_a_cleared_store_is_empty(store: StateStore):
+    store.clear()  # also before there is anything
+    store.put(0, STATE)
+    store.put(1, STATE)
+    store.clear()
+    assert [store.get(block) for block in (0, 1)] == [None, None]
 
 
 def test_clearing_leaves_other_files_in_the_folder(tmp_path: Path):
@@ -84,31 +94,31 @@ def test_clearing_leaves_other_files_in_the_folder(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_no_state_is_a_state_too(keeping: StateStore):
+def test_an_empty_state_is_stored_too(store: StateStore):
     """SGD without momentum keeps nothing."""
-    keeping.put(0, {})
-    assert keeping.get(0) == {}
+    store.put(0, {})
+    assert store.get(0) == {}
 
 
-def test_what_is_kept_does_not_follow_the_optimizer(keeping: StateStore):
+def test_later_steps_do_not_change_a_stored_state(store: StateStore):
     moving = torch.zeros(3)
-    keeping.put(0, {"w": {"exp_avg": moving}})
+    store.put(0, {"w": {"exp_avg": moving}})
     moving.add_(1)
-    assert_same(keeping.get(0), {"w": {"exp_avg": torch.zeros(3)}})
+    assert_same(store.get(0), {"w": {"exp_avg": torch.zeros(3)}})
 
 
-def test_what_is_kept_needs_no_gradient(keeping: StateStore):
-    keeping.put(0, {"w": {"exp_avg": torch.zeros(3, requires_grad=True)}})
-    assert not (keeping.get(0) or {})["w"]["exp_avg"].requires_grad
+def test_stored_state_requires_no_gradient(store: StateStore):
+    store.put(0, {"w": {"exp_avg": torch.zeros(3, requires_grad=True)}})
+    assert not (store.get(0) or {})["w"]["exp_avg"].requires_grad
 
 
-def test_drop_keeps_nothing():
+def test_drop_stores_nothing():
     store = Drop()
     store.put(0, STATE)
     assert store.get(0) is None
 
 
-def test_a_file_that_is_gone_or_damaged_is_an_error_not_a_fresh_start(tmp_path: Path):
+def test_a_missing_or_damaged_file_is_an_error_and_not_a_fresh_start(tmp_path: Path):
     store = KeepOnDisk(tmp_path)
     assert store.get(0) is None
     store.put(0, STATE)
@@ -135,7 +145,7 @@ def test_nothing_is_pickled(tmp_path: Path):
         encode_state({"w": {"anything": object()}})
 
 
-def test_a_write_that_fails_leaves_the_state_before_it(tmp_path: Path):
+def test_a_failed_write_leaves_the_earlier_state(tmp_path: Path):
     """The system refuses to let a file grow past 4 KiB, as a full disk would."""
     store = KeepOnDisk(tmp_path)
     store.put(0, STATE)
@@ -160,7 +170,7 @@ def test_a_half_written_file_is_never_read(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["block-0.safetensors"]
 
 
-def test_putting_returns_before_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_put_returns_before_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     go = threading.Event()
 
     def slow(state: BlockState) -> bytes:
@@ -176,7 +186,7 @@ def test_putting_returns_before_the_file_is_there(tmp_path: Path, monkeypatch: p
     assert_same(store.get(0), STATE)
 
 
-def test_what_was_prefetched_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_prefetched_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store, reads = KeepOnDisk(tmp_path), []
     monkeypatch.setattr(
         "blocktrain.optim.state.decode_state", lambda data: (reads.append(len(data)), decode_state(data))[1]
@@ -184,14 +194,14 @@ def test_what_was_prefetched_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     store.put(0, STATE)
     store.prefetch(0)
     store.prefetch(0)
-    store.prefetch(1)  # nothing is kept of it
+    store.prefetch(1)  # no state is stored for it
     assert_same(store.get(0), STATE)
     assert len(reads) == 1
     assert_same(store.get(0), STATE)
     assert len(reads) == 2
 
 
-def test_what_was_prefetched_is_not_used_once_there_is_newer(tmp_path: Path):
+def test_a_prefetched_state_is_not_used_when_there_is_a_newer_one(tmp_path: Path):
     store = KeepOnDisk(tmp_path)
     store.put(0, STATE)
     store.prefetch(0)
@@ -200,7 +210,7 @@ def test_what_was_prefetched_is_not_used_once_there_is_newer(tmp_path: Path):
 
 
 @pytest.mark.parametrize("use", ["put", "get"])
-def test_an_error_behind_is_raised_at_the_next_use(tmp_path: Path, use: str):
+def test_an_error_in_the_background_is_raised_at_the_next_use(tmp_path: Path, use: str):
     blocked = tmp_path / "a file, not a folder"
     blocked.touch()
     store = KeepOnDisk(blocked)
@@ -226,3 +236,20 @@ def test_every_process_reads_the_entries_in_the_same_order() -> None:
     read = decode_state(encode_state(state))
     assert list(read) == [f"layer.{number}.weight" for number in range(4)]
     assert all(list(found) == ["count", "exp_avg", "exp_avg_sq", "step"] for found in read.values())
+
+
+def test_a_store_of_ones_own_is_registered_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KeepTwice(KeepOnDisk):
+        """Any class with a store's methods."""
+
+    monkeypatch.setitem(STATE_STORES, "twice", KeepTwice)
+    store = make_state_store("twice", tmp_path)
+    assert isinstance(store, KeepTwice)
+    store.put(0, STATE)
+    assert_same(store.get(0), STATE)
+    with pytest.raises(ConfigError, match=r"optimizer\.state 'twise' is unknown; did you mean 'twice'"):
+        make_state_store("twise", tmp_path)
+
+
+def test_every_registered_store_is_a_value_of_the_configuration(tiny) -> None:
+    assert [tiny(f"optimizer.state={name}").optimizer.state for name in STATE_STORES] == ["drop", "host", "disk"]

@@ -44,7 +44,7 @@ def build(**options: Any) -> tuple[bt.Partition, bt.BlockOptimizer, Tensor]:
 
 
 def gradients(optimizer: bt.BlockOptimizer) -> dict[str, Tensor | None]:
-    found = {name: optimizer.in_visit.gradient(name) for name in optimizer.in_visit.trained}
+    found = {name: optimizer.active_block.gradient(name) for name in optimizer.active_block.trained}
     return {name: None if gradient is None else gradient.float().clone() for name, gradient in found.items()}
 
 
@@ -70,7 +70,7 @@ def compare(settings: dict[str, Any], micro: int, precision: str) -> list[dict[s
                 expected = gradients(optimizer)
                 optimizer.zero_grad()
                 before = ranks.payload_bytes
-                with parallel.visit(optimizer.in_visit):
+                with parallel.visit(optimizer.active_block):
                     for _ in range(2):  # and once more: nothing is left over from the first step
                         optimizer.zero_grad()
                         *others, last = mine.split(micro)
@@ -143,12 +143,12 @@ def drift() -> str:
     with open_ranks() as ranks:
         parallel = DataParallel(ranks, DistributedConfig())
         partition, optimizer, rows = build()
-        with optimizer.visit(partition[1]), parallel.visit(optimizer.in_visit), parallel.last_backward():
+        with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), parallel.last_backward():
             backward(partition, rows)
         try:
-            with optimizer.visit(partition[1]), parallel.visit(optimizer.in_visit), torch.no_grad():
+            with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
                 if ranks.rank == 2:
-                    next(iter(optimizer.in_visit.trained.values())).view(-1)[3] += 1e-6
+                    next(iter(optimizer.active_block.trained.values())).view(-1)[3] += 1e-6
         except PeerError as error:
             return str(error)
         return "nothing"
@@ -168,7 +168,7 @@ def test_one_process_sends_nothing_and_changes_nothing() -> None:
         backward(partition, rows)
         expected = gradients(optimizer)
         optimizer.zero_grad()
-        with parallel.visit(optimizer.in_visit), parallel.last_backward():
+        with parallel.visit(optimizer.active_block), parallel.last_backward():
             backward(partition, rows)
         for name, value in gradients(optimizer).items():
             alone = expected[name]

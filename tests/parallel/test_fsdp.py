@@ -142,7 +142,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
             if block.index:
                 found["cut"].append(bytes_above_a_boundary(ranks, optimizer, block))
             with optimizer.visit(block):
-                found["moments"].append(local_bytes(optimizer.in_visit.state()))
+                found["moments"].append(local_bytes(optimizer.active_block.state()))
         found["all"] = sum(parameter.numel() for parameter in partition.model.parameters())
         found["scalars left whole"] = sum(parameter.numel() for parameter in before)
         found["gradients left"] = sum(parameter.grad is not None for parameter in partition.model.parameters())

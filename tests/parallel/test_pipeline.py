@@ -68,7 +68,7 @@ WEIGHTS = [0.1, 0.2, 0.3, 0.4]
 
 def held(optimizer: bt.BlockOptimizer) -> dict[str, Tensor]:
     """Every gradient of the active block; one that is missing is a mistake here."""
-    found = {name: optimizer.in_visit.gradient(name) for name in optimizer.in_visit.trained}
+    found = {name: optimizer.active_block.gradient(name) for name in optimizer.active_block.trained}
     assert all(gradient is not None for gradient in found.values())
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -118,7 +118,7 @@ def compare(ranks: Ranks, case: tuple[str, int, int, dict[str, Any]]) -> dict[st
     for block in partition:
         share = pipeline.share(block)
         steps = alone(single, reference, expected, reference[block.index])
-        with optimizer.visit(share), pipeline.visit(optimizer.in_visit):
+        with optimizer.visit(share), pipeline.visit(optimizer.active_block):
             for step, (loss, gradients, norm) in enumerate(steps):
                 sent.clear()
                 hidden = hidden_of(pipeline, block, step, ranks)
@@ -235,7 +235,7 @@ def refuse() -> dict[str, str]:
             try:
                 pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=[1.0] * 6)
                 optimizer = bt.BlockOptimizer(partition, torch.optim.SGD, lr=0.1)
-                with optimizer.visit(pipeline.share(partition[1])), pipeline.visit(optimizer.in_visit):
+                with optimizer.visit(pipeline.share(partition[1])), pipeline.visit(optimizer.active_block):
                     pipeline.backward(batches, weights=[1.0] * len(batches), hidden=hidden)
             except (ConfigError, ValueError) as error:
                 told[name] = f"{type(error).__name__}: {error}"

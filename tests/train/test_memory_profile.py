@@ -45,7 +45,7 @@ def test_the_prediction_leaves_no_trace() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert torch.equal(torch.get_rng_state(), random)
-    assert mine.active is None
+    assert mine.block is None
     assert mine.steps == 0
     assert all(module.training for module in model.modules())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blocktrain.optim.learning_tail import Tail
+from blocktrain.contrib.learning_tail import Tail
 from blocktrain.records.log import Event
 from blocktrain.schedule import Cyclic
 from blocktrain.train import run_header as opening_module

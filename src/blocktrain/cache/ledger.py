@@ -27,7 +27,7 @@ from blocktrain.cache.encoding import Fields
 from blocktrain.cache.store import Store, as_bytes, claim
 from blocktrain.chain.chain import Chain, Layer
 from blocktrain.errors import storage_errors
-from blocktrain.modules.placeholder import tensors_behind
+from blocktrain.modules.placeholder import backing_tensors
 
 CODE_VERSION = 1  # raise it when the same key would store other bytes
 _SLOT = np.dtype([("level", np.int32), ("crc", np.uint32)])
@@ -61,7 +61,7 @@ class Fingerprints:
         for path, module in layer.modules.items():
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
                 self._digest.update(name.encode())
-                for part in tensors_behind(tensor):  # of resting weights, their packed form
+                for part in backing_tensors(tensor):  # of resting weights, their packed form
                     here = part.to_local() if isinstance(part, DTensor) else part
                     self._digest.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from blocktrain.chain.block import Partition
 from blocktrain.chain.chain import Chain
-from blocktrain.modules.host_boundaries import HostMemory
+from blocktrain.modules.host_boundaries import HostOffload
 from blocktrain.modules.recompute import Recomputed
 from blocktrain.modules.wrap import wrap_forward
 
@@ -70,9 +70,9 @@ def restore_hf_checkpointing(partition: Partition) -> None:
 
 
 def _install(partition: Partition, boundaries: Boundaries) -> Callable[[], None]:
-    keep = HostMemory().keeping if boundaries == "host" else None
+    save_input = HostOffload().offloading if boundaries == "host" else None
     modules = [module for layer in partition.chain.layers for module in layer.modules.values() if _worthwhile(module)]
-    removes = [wrap_forward(module, Recomputed(module, keep)) for module in modules]
+    removes = [wrap_forward(module, Recomputed(module, save_input)) for module in modules]
     theirs = _switched_on(partition.model)
     for module in theirs:
         module.gradient_checkpointing = False

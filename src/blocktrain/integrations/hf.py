@@ -140,7 +140,7 @@ class BlockTrainerMixin:
     @property
     def _packs(self) -> bool:
         """Whether frozen weights are kept in 8 or 4 bits, so that nothing can be copied into them."""
-        return self.blocks.precision is not None and self.blocks.precision.packs
+        return self.blocks.precision is not None and self.blocks.precision.is_quantized
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None

@@ -44,11 +44,10 @@ class VisitingOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"visits of {unknown}: this loop's tokens and epochs are not known here; give the visit in steps"
             )
-        moving = f"tail = '{blocks.tail.rule}'" if blocks.tail is not None else "in_backward = true"
-        if blocks.tail is not None or blocks.in_backward:
+        for update in blocks.backward_updates:
             raise ConfigError(
-                f"{moving} moves weights in each backward pass: a loop that may accumulate gradients and sets the "
-                "rate afterwards cannot have that; leave it out, or use blocktrain train"
+                f"{update.setting} moves weights in each backward pass: a loop that may accumulate gradients and sets "
+                "the rate afterwards cannot have that; leave it out, or use blocktrain train"
             )
         if schedule.sweeps is not None:
             raise ConfigError(f"sweeps = {schedule.sweeps}: the loop around this optimizer ends the run; leave it out")

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.memory.fake import fake_copy
-from blocktrain.modules.recompute import Recomputed, weighing
+from blocktrain.modules.recompute import Recomputed, measuring_recomputed
 from blocktrain.modules.wrap import wrappers_of
 
 aten = torch.ops.aten
@@ -136,13 +136,13 @@ class StepCounter:
             return 0
         largest = 0
 
-        def weigh(run: Callable[[], Any], inputs: list[Tensor]) -> Any:
+        def measure(run: Callable[[], Any], inputs: list[Tensor]) -> Any:
             nonlocal largest
             outputs: list[Any] = []
             largest = max(largest, saved_bytes(lambda: outputs.append(run()), excluding=(*there, *inputs)))
             return outputs[0]
 
-        with self._fake.running(), weighing(weigh):
+        with self._fake.running(), measuring_recomputed(measure):
             self._fake.model(**self._batch)
         return largest
 

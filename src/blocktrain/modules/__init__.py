@@ -1,1 +1,1 @@
-"""What this package adds to `nn.Module`s: wrapped forward passes, placeholders, recomputation."""
+"""Additions to `nn.Module`s: wrapped forward passes, placeholders, recomputation, chunked losses, kernels."""

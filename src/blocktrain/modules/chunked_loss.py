@@ -1,13 +1,13 @@
-"""Cross-entropy of a language model without its logits: head and loss, some tokens at a time.
+"""Cross-entropy of a language model without its logits: output layer and loss are computed some tokens at a time.
 
     hidden (B, T, d) -> [lm_head] -> logits (B, T, V) -> scale, soft cap -> shift, flatten -> cross-entropy
-                                     not computed        noted              by the model      in chunks of tokens
+                                     not computed        recorded           by the model      in chunks of tokens
 
 At a vocabulary of 128k, 4 x 1024 tokens have 2 GiB of fp32 logits, and a loss holds them three times over. Here the
-head hands out a stand-in that knows its hidden states. The model's own code does with it what it does with logits
-(Gemma caps, Cohere scales, transformers shifts labels and divides by `num_items_in_batch`), and only the cross-entropy
-at its end computes them, chunk by chunk, with their gradients at once: nothing is computed twice, and no chunk's logits
-outlive it. A model that does anything else with its logits is refused.
+output layer returns `DeferredLogits`, which hold its hidden states. The model's own code treats them as it treats
+logits (Gemma caps them, Cohere scales them, transformers shifts labels and divides by `num_items_in_batch`), and only
+the cross-entropy at the end computes them, chunk by chunk, together with their gradients. Nothing is computed twice,
+and no chunk's logits outlive it. A model that does anything else with its logits is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from blocktrain.errors import ConfigError
-from blocktrain.modules.wrap import standing_in, wrap_forward
+from blocktrain.modules.wrap import substituted_parameters, wrap_forward
 
-PROBE_TOKENS = 7  # at a time: more than one chunk
+PROBE_TOKENS = 7  # a chunk of `check_chunked`, small enough for a batch to have several
 
 Head = Callable[[Tensor], Tensor]
 
@@ -39,17 +39,17 @@ def chunked_loss(model: nn.Module, tokens: int) -> Iterator[None]:
     """Inside, `model(**batch).loss` of a Hugging Face causal LM is computed `tokens` tokens at a time.
 
     Loss and gradients are the model's own up to rounding: sums over chunks are taken in fp32, in another order.
-    `output.logits` is a stand-in (`whole_logits` computes them), and the loss cannot be differentiated twice.
+    `output.logits` are `DeferredLogits` (`whole_logits` computes them), and the loss cannot be differentiated twice.
 
-    Raises `ConfigError` for a model without an output layer, and at its first step for one that does more with its
-    logits than scale, cap and hand them to the cross-entropy.
+    Raises `ConfigError` for a model without an output layer, and at its first step for a model that does more with its
+    logits than scale them, cap them and pass them to the cross-entropy.
     """
     if tokens < 1:
         raise ConfigError(f"the loss cannot be computed {tokens} tokens at a time; give 1 or more")
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ConfigError(f"{type(model).__name__} has no output layer over a vocabulary; {_WAY_OUT}")
-    remove = wrap_forward(head, _Deferring(head, tokens))
+    remove = wrap_forward(head, _HeadWrapper(head, tokens))
     try:
         yield
     finally:
@@ -63,25 +63,27 @@ def whole_logits(logits: Any) -> Tensor:
 
 @torch.no_grad()
 def check_chunked(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Run `batch` (with labels) once, with a chunked loss; `ConfigError` where the model cannot have one."""
+    """Run `batch` (with labels) once with a chunked loss; raises `ConfigError` for a model that cannot have one."""
     with chunked_loss(model, PROBE_TOKENS):
         try:
             output = model(**batch)
         except (NotDeferredError, TypeError) as error:
             raise ConfigError(f"the loss of {type(model).__name__} cannot be computed in chunks: {error}") from error
     if not isinstance(output.logits, DeferredLogits):
-        raise ConfigError(f"the logits of {type(model).__name__} are not what its output layer puts out; {_WAY_OUT}")
+        raise ConfigError(f"the logits of {type(model).__name__} are not what its output layer returns; {_WAY_OUT}")
 
 
 class NotDeferredError(ConfigError, AttributeError):
-    """Something needs the logits themselves."""
+    """An operation needs the logits themselves."""
 
-    def __init__(self, what: str):
-        super().__init__(f"'{what}' needs logits, which a loss in chunks of tokens never has in one piece; {_WAY_OUT}")
+    def __init__(self, operation: str):
+        super().__init__(
+            f"'{operation}' needs logits, which a loss in chunks of tokens never has in one piece; {_WAY_OUT}"
+        )
 
 
-class _Deferring:
-    """Runs around the output layer: puts it off."""
+class _HeadWrapper:
+    """The wrapper around the output layer: it returns `DeferredLogits`."""
 
     def __init__(self, module: nn.Module, tokens: int):
         self.module = module
@@ -89,29 +91,29 @@ class _Deferring:
 
     def __call__(self, run: Head, hidden: Tensor) -> DeferredLogits:
         trained = tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        return DeferredLogits(
-            hidden, partial(_later, self.module, dict(self.module._parameters), run), trained, self.tokens
-        )
+        head = partial(_run_with_weights, self.module, dict(self.module._parameters), run)
+        return DeferredLogits(hidden, head, trained, self.tokens)
 
 
-def _later(module: nn.Module, weights: Mapping[str, Any], run: Head, hidden: Tensor) -> Tensor:
-    """With the weights that `module` held when it was put off."""
-    with standing_in(module, weights):
+def _run_with_weights(module: nn.Module, weights: Mapping[str, Tensor | None], run: Head, hidden: Tensor) -> Tensor:
+    """Run the output layer later with the weights that it had when its logits were deferred."""
+    with substituted_parameters(module, weights):
         return run(hidden)
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Logits that have not been computed: of `hidden` (..., d) through `head`, then through each of `then`."""
+    """Logits (..., V) that are not computed yet: `hidden` (..., d) through `head`, then through all `operations`."""
 
     hidden: Tensor
     head: Head
-    trained: tuple[nn.Parameter, ...]  # the head's parameters that want gradients
-    chunk: int  # tokens at a time
-    then: tuple[Head, ...] = ()
+    trained: tuple[nn.Parameter, ...]  # the head's parameters that require gradients
+    chunk_tokens: int
+    operations: tuple[Head, ...] = ()
 
     def cross_entropy(self, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
-        """Of (tokens, V) logits and int64 (tokens,) targets: the sum, or the mean over targets not ignored (0-d)."""
+        """The loss (0-d) of logits (tokens, V) and int64 targets (tokens,): a sum, or the mean over all targets that
+        are not ignored."""
         if self.hidden.dim() != 2 or reduction not in ("mean", "sum"):
             raise NotDeferredError(f"cross_entropy of shape {tuple(self.hidden.shape[:-1])}, reduction {reduction}")
         count = (target != ignore_index).sum() if reduction == "mean" else target.new_ones(())
@@ -121,47 +123,47 @@ class DeferredLogits:
             return loss / count
 
         if not torch.is_grad_enabled():
-            return _ChunkedSum.apply(loss_of, self.chunk, self.hidden.detach())
-        return _ChunkedSum.apply(loss_of, self.chunk, self.hidden, *self.trained)
+            return _ChunkedSum.apply(loss_of, self.chunk_tokens, self.hidden.detach())
+        return _ChunkedSum.apply(loss_of, self.chunk_tokens, self.hidden, *self.trained)
 
     def whole(self) -> Tensor:
-        """The logits (..., V) after all."""
+        """Compute the logits (..., V)."""
         return self._through(self.hidden)
 
     def _through(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        for operation in self.then:
+        for operation in self.operations:
             logits = operation(logits)
         return logits
 
-    # -- what models do with their logits -------------------------------------------------------------------------
+    # -- operations that models apply to their logits -------------------------------------------------------------
 
     def __mul__(self, scale: float) -> DeferredLogits:
-        return self._then(lambda logits: logits * scale)
+        return self._with(lambda logits: logits * scale)
 
     __rmul__ = __mul__
 
     def __truediv__(self, scale: float) -> DeferredLogits:
-        return self._then(lambda logits: logits / scale)
+        return self._with(lambda logits: logits / scale)
 
     def tanh(self) -> DeferredLogits:
-        """As a soft cap needs it."""
-        return self._then(torch.tanh)
+        """Part of a soft cap."""
+        return self._with(torch.tanh)
 
     def float(self) -> DeferredLogits:
-        """In fp32 from here on."""
-        return self._then(Tensor.float)
+        """The logits in fp32."""
+        return self._with(Tensor.float)
 
     def to(self, *where: Any, **how: Any) -> DeferredLogits:
-        """In another precision or on another device from here on."""
-        return self._then(lambda logits: logits.to(*where, **how))
+        """The logits in another precision or on another device."""
+        return self._with(lambda logits: logits.to(*where, **how))
 
     def contiguous(self) -> DeferredLogits:
-        """They will be."""
+        """Itself: logits are contiguous when they are computed."""
         return self
 
     def view(self, *shape: int) -> DeferredLogits:
-        """Flattened to (tokens, V), the only other shape they have."""
+        """Flattened to (tokens, V), the only other shape that is supported."""
         if len(shape) != 2 or shape[0] not in (-1, self.hidden.shape[:-1].numel()):
             raise NotDeferredError(f"view{shape}")
         return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
@@ -169,21 +171,21 @@ class DeferredLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        """Some of the tokens, the whole vocabulary: `[..., :-1, :]`."""
+        """Some of the tokens with the whole vocabulary, such as `[..., :-1, :]`."""
         parts = index if isinstance(index, tuple) else (index,)
         to_the_end = Ellipsis in parts or len(parts) == self.hidden.dim()
-        cut = to_the_end and parts[-1] not in (slice(None), Ellipsis)
-        if cut or not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+        cuts_vocabulary = to_the_end and parts[-1] not in (slice(None), Ellipsis)
+        if cuts_vocabulary or not all(part is Ellipsis or isinstance(part, slice) for part in parts):
             raise NotDeferredError(f"logits[{index}]")
         return replace(self, hidden=self.hidden[index])
 
     @property
     def device(self) -> torch.device:
-        """Where they would be."""
+        """Where the logits will be computed."""
         return self.hidden.device
 
-    def _then(self, operation: Head) -> DeferredLogits:
-        return replace(self, then=(*self.then, operation))
+    def _with(self, operation: Head) -> DeferredLogits:
+        return replace(self, operations=(*self.operations, operation))
 
     def __getattr__(self, name: str) -> Any:
         raise NotDeferredError(name)
@@ -192,7 +194,7 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """PyTorch calls this where one of its functions is given deferred logits."""
+        """PyTorch calls this when one of its functions gets deferred logits."""
         kwargs = dict(kwargs or {})
         logits, *others = args
         if function is torch.tanh:
@@ -207,27 +209,27 @@ class DeferredLogits:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Sum over chunks of tokens of `loss_of(part, hidden[part])`, gradients taken at once, chunk by chunk.
+    """Sum over chunks of tokens of `loss_of(part, hidden[part])`. Gradients are taken at once, chunk by chunk.
 
-    Gradients of `trained` are summed over the chunks in fp32 and rounded to each parameter's own precision once; what
-    the loss is multiplied with afterwards is applied to the rounded ones. Room: (V, d) in fp32 and once more while a
-    chunk's share is added, then once, in the parameter's precision, until the backward pass.
+    Gradients of `trained` are summed over the chunks in fp32 and rounded once to each parameter's own precision; the
+    backward pass scales the rounded ones. Memory: while a chunk's share is added, two (V, d) in fp32; from then until
+    the backward pass one (V, d) in the parameter's precision.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss_of: Callable[[slice, Tensor], Tensor], chunk: int, hidden: Tensor, *trained: Tensor
+        ctx: Any, loss_of: Callable[[slice, Tensor], Tensor], chunk_tokens: int, hidden: Tensor, *trained: Tensor
     ) -> Tensor:
-        """(tokens, d) hidden states to the loss (0-d)."""
-        ctx.wanted = [tensor.requires_grad for tensor in (hidden, *trained)]
+        """(tokens, d) hidden states -> the loss (0-d)."""
+        ctx.needs_gradient = [tensor.requires_grad for tensor in (hidden, *trained)]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None  # (tokens, d)
         of_trained = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
 
         def add(part: slice) -> Tensor:
-            """A chunk's loss. Its gradients die here: the next one's (V, d) are not made beside them."""
+            """A chunk's loss. Its gradients are freed on return, before the next chunk makes its own (V, d)."""
             piece = hidden[part].detach().requires_grad_(hidden.requires_grad)
             loss = loss_of(part, piece)
-            if any(ctx.wanted):
+            if any(ctx.needs_gradient):
                 inputs = [piece, *trained] if of_hidden is not None else [*trained]
                 gradients = list(torch.autograd.grad(loss, inputs))
                 if of_hidden is not None:
@@ -236,11 +238,14 @@ class _ChunkedSum(torch.autograd.Function):
                     total.add_(gradient)
             return loss.detach()
 
-        # What a chunk saves is read at once: no concern of hooks that count, offload or compute again.
-        with torch.set_grad_enabled(any(ctx.wanted)), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-            losses = [add(slice(start, start + chunk)) for start in range(0, len(hidden), chunk)]
-        kept = [total.to(parameter.dtype) for total, parameter in zip(of_trained, trained, strict=True)]
-        ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *kept)
+        # What a chunk saves for its gradients is read at once: hooks that count, offload or recompute do not see it.
+        with (
+            torch.set_grad_enabled(any(ctx.needs_gradient)),
+            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+        ):
+            losses = [add(slice(start, start + chunk_tokens)) for start in range(0, len(hidden), chunk_tokens)]
+        rounded = [total.to(parameter.dtype) for total, parameter in zip(of_trained, trained, strict=True)]
+        ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *rounded)
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -248,6 +253,6 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its names
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Scale what was taken in the forward pass."""
+        """Scale the gradients that the forward pass has taken."""
         gradients = [grad_outputs[0] * gradient for gradient in ctx.saved_tensors]
-        return None, None, *(gradients.pop(0) if wanted else None for wanted in ctx.wanted)
+        return None, None, *(gradients.pop(0) if needed else None for needed in ctx.needs_gradient)

@@ -1,11 +1,11 @@
-"""Tensors that wait for the backward pass in host memory, and are back on the device before it needs them.
+"""Tensors that autograd saves for the backward pass, offloaded to host memory and prefetched before they are needed.
 
-    forward    layer 0 | layer 1 | layer 2          h_i: what goes into layer i
-    copies     h_0 >>>   h_1 >>>   h_2 >>>          device to host, beside the computation
-    copies                    <<< h_1  <<< h_0      host to device: asking for h_2 starts h_1
+    forward    layer 0 | layer 1 | layer 2          h_i: the input of layer i
+    copies     h_0 >>>   h_1 >>>   h_2 >>>          device to host, at the same time as the computation
+    copies                    <<< h_1  <<< h_0      host to device: taking h_2 starts the copy of h_1
     backward             layer 2 | layer 1 | layer 0
 
-On CUDA the copies run on a stream of their own, through pinned memory. On a CPU the same code copies at once.
+On CUDA the copies run on a stream of their own, through page-locked memory. On a CPU the same code copies at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class HostMemory:
-    """Keeps tensors on the host, each fetched when the one kept after it is asked for."""
+class HostOffload:
+    """Offloads saved tensors; taking one back starts to fetch the one that was offloaded before it."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[_Away] | None = None
+        self._last: weakref.ref[_HostCopy] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
-        return HostMemory()  # a copy of the model keeps its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostOffload:
+        return HostOffload()  # a copy of the model has copies of its own
 
-    def keeping(self, tensor: Tensor) -> saved_tensors_hooks:
-        """A context in which autograd keeps `tensor` on the host; what else it saves stays where it is, and is not seen
-        by hooks further out either."""
+    def offloading(self, tensor: Tensor) -> saved_tensors_hooks:
+        """A context in which autograd saves `tensor` on the host. Whatever else it saves stays where it is, and is
+        hidden from saved-tensor hooks further out."""
         storage = tensor.untyped_storage()._cdata
 
-        def pack(saved: Tensor) -> Tensor | _Away:
-            return self._send(saved) if saved.untyped_storage()._cdata == storage else saved
+        def pack(saved: Tensor) -> Tensor | _HostCopy:
+            return self._offload(saved) if saved.untyped_storage()._cdata == storage else saved
 
-        return saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, _Away) else kept)
+        return saved_tensors_hooks(pack, lambda saved: saved.take() if isinstance(saved, _HostCopy) else saved)
 
-    def _send(self, tensor: Tensor) -> _Away:
+    def _offload(self, tensor: Tensor) -> _HostCopy:
         before = None if self._last is None else self._last()
-        away = _Away(tensor, self._stream(tensor.device), before)
-        self._last = weakref.ref(away)
-        return away
+        copy = _HostCopy(tensor, self._stream(tensor.device), before)
+        self._last = weakref.ref(copy)
+        return copy
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":
@@ -52,10 +52,10 @@ class HostMemory:
         return self._streams[device]
 
 
-class _Away:
-    """One tensor on the host. `before` is the one kept before it, which the backward pass needs next."""
+class _HostCopy:
+    """One tensor on the host. `before` is the one offloaded before it, which the backward pass needs next."""
 
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, before: _Away | None):
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, before: _HostCopy | None):
         self._device = tensor.device
         self._stream = stream  # None on a CPU, where `torch.cuda.stream(None)` does nothing
         self._before = None if before is None else weakref.ref(before)
@@ -63,18 +63,18 @@ class _Away:
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
-            tensor.record_stream(stream)  # its memory is not used again before it is copied
+            tensor.record_stream(stream)  # its memory is not reused before the copy is complete
         with torch.cuda.stream(stream):
             self._host.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> None:
-        """Start copying back."""
+        """Start to copy the tensor back to its device."""
         if self._fetched is None:
             with torch.cuda.stream(self._stream):
                 self._fetched = self._host.to(self._device, non_blocking=True, copy=True)
 
     def take(self) -> Tensor:
-        """The tensor on its device, whole for what is queued there from now on."""
+        """The tensor on its device, complete for all work queued on the current stream from now on."""
         self.fetch()
         tensor, self._fetched = self._fetched, None
         assert tensor is not None

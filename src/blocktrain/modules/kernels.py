@@ -1,7 +1,8 @@
-"""Liger's kernels for norms and gated activations, in place of a model's own. CUDA only; nothing of it is ours.
+"""Liger's kernels for norms and gated activations, in place of a model's own. CUDA only; all kernels are Liger's.
 
-Only modules of this model are replaced: Liger's rotary embedding and plain cross-entropy would replace functions that
-every model in the process uses, and its fused loss is the model's `forward` anew, which knows no other chunked loss.
+Only modules of the given model are replaced. Liger's rotary embedding and plain cross-entropy are left out because they
+replace functions that every model in the process uses. Its fused loss is left out because it replaces the model's
+`forward`, which then cannot have the chunked loss of `chunked_loss.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from blocktrain.errors import ConfigError
 
 Kernels = Literal["torch", "liger", "auto"]
 
-OURS = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+_LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> Literal["torch", "liger"]:
-    """What `kernels` means on this machine; `ConfigError` where Liger is asked for and cannot be had."""
+    """What `kernels` means on this machine; raises `ConfigError` where Liger is requested and not available."""
     installed = importlib.util.find_spec("liger_kernel") is not None
     if kernels == "auto":
         return "liger" if installed and device.type == "cuda" else "torch"
@@ -32,7 +33,7 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Literal["torch", "
 
 
 def apply_liger(model: nn.Module) -> None:
-    """Replace the modules of a Hugging Face model that Liger knows; a model it does not know stays as it is."""
+    """Replace the modules of a Hugging Face model that Liger has kernels for; other models stay as they are."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
-    _apply_liger_kernel_to_instance(model=model, **OURS)
+    _apply_liger_kernel_to_instance(model=model, **_LEFT_OUT)

@@ -1,7 +1,8 @@
-"""Parameters whose value is elsewhere: packed, on the host, or both, until a module computes with them.
+"""Placeholders: parameters whose value is stored elsewhere (quantized, on the host, or both) until a module needs it.
 
-Such a parameter keeps its shape, dtype and device, and no memory but one NaN that stands for all its elements: whoever
-reads it without waking it is told so by every number that comes out. What does hold its value is written on it.
+A placeholder keeps the parameter's shape, dtype and device, but its only memory is one NaN, expanded to the whole
+shape: code that reads it without materializing it first gets NaN in every result. The tensors that hold the value are
+an attribute of the parameter.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 
-def replace_by_placeholder(parameter: nn.Parameter, parts: tuple[Tensor, ...]) -> None:
-    """Free the memory of `parameter`, whose value `parts` hold from now on."""
+def replace_by_placeholder(parameter: nn.Parameter, backing: tuple[Tensor, ...]) -> None:
+    """Free the memory of `parameter`; from now on the tensors `backing` hold its value."""
     nan = parameter.data.new_full((), torch.nan)
     parameter.data = nan.expand(parameter.shape)
-    setattr(parameter, "_tensors_behind", parts)  # noqa: B010 - parameters have no such attribute to a type checker
+    setattr(parameter, "_backing_tensors", backing)  # noqa: B010 - parameters have no such attribute to a type checker
 
 
 def restore_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Give `parameter` its value back."""
     parameter.data = value
     if is_placeholder(parameter):
-        delattr(parameter, "_tensors_behind")
+        delattr(parameter, "_backing_tensors")
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter that was put away."""
-    return hasattr(tensor, "_tensors_behind")
+    """Whether `tensor` is a parameter that was replaced by a placeholder."""
+    return hasattr(tensor, "_backing_tensors")
 
 
-def tensors_behind(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the value of `tensor`: itself, unless it was put away."""
-    return getattr(tensor, "_tensors_behind", (tensor,))
+def backing_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the value of `tensor`: itself, unless it is a placeholder."""
+    return getattr(tensor, "_backing_tensors", (tensor,))

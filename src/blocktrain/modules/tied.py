@@ -1,18 +1,19 @@
-"""One matrix that is embedding and output projection: its two gradients become one in the memory of the first.
+"""A matrix that is both embedding and output projection: its two gradients become one, in the memory of the first.
 
-                 autograd alone                         joined
+                 autograd alone                         shared
     head         V x d                                  V x d
-    embedding    V x d, zeros but for the batch's rows  tokens x d, added to their rows above
+    embedding    V x d, zero outside the batch's rows   tokens x d, added to their rows above
     sum          V x d                                  -
     at once      3 (V x d)                              1 (V x d), and tokens x d
 
-Autograd cannot know that nobody else looks at the head's gradient: it makes the embedding's as large, and a third one
-for their sum. Here the embedding hands the weight out once more, for the head, so that the head's gradient comes to the
-backward pass of the lookup first. Each row is the sum of the same numbers in the same order as before, so gradients
-stay bit for bit (CPU), and whoever waits for the weight's gradient gets one, as before.
+Autograd cannot know that nobody else reads the head's gradient, so it makes the embedding's gradient as large, and a
+third tensor for their sum. Here the embedding returns the weight a second time, for the head to use. The head's
+gradient then reaches the backward pass of the lookup, which adds its own rows to it. Each row is the sum of the same
+numbers in the same order as before, so gradients stay equal bit for bit (on a CPU), and a hook on the weight's gradient
+is called once, as before.
 
-The model's code is untouched: where it does not call its output layer (a fused loss that takes the weight), autograd
-adds the two as ever.
+The model's code is untouched. Where it does not call its output layer (a fused loss that takes the weight), autograd
+adds the two gradients as it always does.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from blocktrain.modules.wrap import Around, standing_in, unwrapped, wrap_forward
+from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
 
 NO_PADDING = -1
 
-_joined: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()  # model -> what undoes it
+_undo: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()  # by model: removes its wrappers
 
 
 def share_gradients(model: nn.Module) -> None:
-    """Let the gradients of each trained matrix that is an embedding and a linear output layer of `model` take the room
-    of one, until `unshare_gradients`."""
-    if model in _joined:
+    """Let each trained matrix of `model` that is an embedding and a linear output layer have one gradient in memory at
+    a time, until `unshare_gradients`."""
+    if model in _undo:
         return
     removes = []
     for embedding in model.modules():
@@ -45,87 +46,89 @@ def share_gradients(model: nn.Module) -> None:
             continue
         heads = [head for head in model.modules() if type(head) is nn.Linear and head.weight is embedding.weight]
         if heads:
-            shared = _Shared()
-            removes.append(wrap_forward(embedding, _AroundEmbedding(embedding, shared)))
-            removes += [wrap_forward(head, _AroundHead(head, shared)) for head in heads]
+            shared = _SharedWeight()
+            removes.append(wrap_forward(embedding, _EmbeddingWrapper(embedding, shared)))
+            removes += [wrap_forward(head, _HeadWrapper(head, shared)) for head in heads]
 
     def undo() -> None:
         for remove in removes:
             remove()
 
     if removes:
-        _joined[model] = undo
+        _undo[model] = undo
 
 
 def unshare_gradients(model: nn.Module) -> None:
     """Leave `model` as it was before `share_gradients`."""
-    _joined.pop(model, _nothing)()
+    undo = _undo.pop(model, None)
+    if undo is not None:
+        undo()
 
 
 @dataclass(eq=False)
-class _Shared:
-    """Between a lookup and the head's run: the weight as the head is to see it."""
+class _SharedWeight:
+    """Passes the weight from the lookup to the head: `for_head` is set between the two."""
 
     for_head: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class _AroundEmbedding:
+class _EmbeddingWrapper:
     module: nn.Embedding
-    shared: _Shared
+    shared: _SharedWeight
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         weight = self.module.weight
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        with _LookingUp(weight, self.shared):
+        with _ReplaceLookup(weight, self.shared):
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
-        return unwrapped
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        return no_wrapper
 
 
 @dataclass(frozen=True, eq=False)
-class _AroundHead:
+class _HeadWrapper:
     module: nn.Linear
-    shared: _Shared
+    shared: _SharedWeight
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         weight, self.shared.for_head = self.shared.for_head, None
         if weight is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        with standing_in(self.module, {"weight": weight}):
+        with substituted_parameters(self.module, {"weight": weight}):
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
-        return unwrapped
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        return no_wrapper
 
 
-class _LookingUp(TorchFunctionMode):
-    """Inside, a lookup in `weight` is ours, whatever else the embedding does with what it finds (Gemma scales it)."""
+class _ReplaceLookup(TorchFunctionMode):
+    """Inside, a lookup in `weight` is `_Lookup`, whatever else the embedding does with the result (Gemma scales it)."""
 
-    def __init__(self, weight: Tensor, shared: _Shared):
+    def __init__(self, weight: Tensor, shared: _SharedWeight):
         super().__init__()
         self.weight, self.shared = weight, shared
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        as_usual = any(kwargs.get(key) for key in ("max_norm", "scale_grad_by_freq", "sparse"))
-        if func is not F.embedding or args[1] is not self.weight or as_usual:
+        needs_own_kernel = any(kwargs.get(key) for key in ("max_norm", "scale_grad_by_freq", "sparse"))
+        if func is not F.embedding or args[1] is not self.weight or needs_own_kernel:
             return func(*args, **kwargs)
         padding = kwargs.get("padding_idx")
-        found, self.shared.for_head = _Lookup.apply(
+        vectors, self.shared.for_head = _Lookup.apply(
             self.weight, args[0], NO_PADDING if padding is None else padding % len(self.weight)
         )
-        return found
+        return vectors
 
 
 class _Lookup(torch.autograd.Function):
-    """(V, d) weight and ids (...) to vectors (..., d), and the weight once more.
+    """(V, d) weight and ids (...) -> vectors (..., d), and the weight once more, for the head.
 
-    What belongs to the backward pass are plain attributes: ids are no part of the graph.
+    What the backward pass needs is kept in plain attributes, because ids are no part of the graph.
     """
 
     @staticmethod
@@ -137,25 +140,27 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
-        """Of the vectors (..., d), and of the head's use (V, d), whose memory the sum is in."""
-        found, total = grad_outputs
-        if found is None:
+        """Gradients of the vectors (..., d) and of the head's use of the weight (V, d) -> their sum, in the memory of
+        the second."""
+        of_vectors, total = grad_outputs
+        if of_vectors is None:
             return total, None, None
-        if total is None or torch.is_grad_enabled():  # nothing to add to, or to be differentiated again
-            whole = torch.ops.aten.embedding_dense_backward(found, ctx.ids, ctx.rows, ctx.padding, False)
-            return whole if total is None else total + whole, None, None
+        if total is None or torch.is_grad_enabled():  # nothing to add to, or the result is to be differentiated again
+            dense = torch.ops.aten.embedding_dense_backward(of_vectors, ctx.ids, ctx.rows, ctx.padding, False)
+            return dense if total is None else total + dense, None, None
         if ctx.padding != NO_PADDING:
-            found = found.masked_fill((ctx.ids == ctx.padding).unsqueeze(-1), 0)
-        places, rows = _occurring(ctx.ids, ctx.rows)
-        shares = torch.ops.aten.embedding_dense_backward(found, places, len(rows), NO_PADDING, False)
+            of_vectors = of_vectors.masked_fill((ctx.ids == ctx.padding).unsqueeze(-1), 0)
+        places, rows = _distinct(ctx.ids, ctx.rows)
+        shares = torch.ops.aten.embedding_dense_backward(of_vectors, places, len(rows), NO_PADDING, False)
         return total.index_add_(0, rows, shares), None, None
 
 
-def _occurring(ids: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The different ids, ascending, and of each of `ids` its place among them; int64, of the shape of `ids`.
+def _distinct(ids: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(places, rows): `rows` (int64, 1-d) lists the distinct ids in ascending order, `places` (int64, the shape of
+    `ids`) says where in `rows` each id is.
 
-    Shapes must not depend on values (tensors without memory have none, and a GPU would have to be waited for): there is
-    room for as many as there can be, and what is left over says row 0, to which nothing will be added.
+    Shapes must not depend on values: fake tensors have none, and a GPU would have to be waited for. So `rows` has as
+    many entries as there can be distinct ids (at most `most`); those left over say row 0, to which nothing is added.
     """
     ascending, order = ids.flatten().long().sort()
     number = torch.zeros_like(ascending)
@@ -163,7 +168,3 @@ def _occurring(ids: Tensor, most: int) -> tuple[Tensor, Tensor]:
     places = torch.empty_like(number).scatter_(0, order, number)
     rows = ascending.new_zeros(min(len(ascending), most)).scatter_(0, number, ascending)
     return places.view(ids.shape), rows
-
-
-def _nothing() -> None:
-    pass

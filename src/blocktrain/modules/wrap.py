@@ -1,10 +1,10 @@
-"""Something that runs around a module's forward pass: checkpointed activations, weights fetched for the occasion.
+"""Wrappers around a module's forward pass: activation checkpointing, or weights that exist only while the module runs.
 
-    around(module, checkpoint)      module(x) = checkpoint(fetch(forward)(x))
-      around(module, fetch)         the last one added is the outermost
+    wrap_forward(module, checkpoint)       module(x) = materialize(checkpoint(forward))(x)
+      wrap_forward(module, materialize)    the wrapper that was added last is the outermost
 
-A forward hook cannot do this: hooks run outside of what activation checkpointing computes again. The model's code is
-untouched, and a copy of the model (see `fake.py`) runs what the model runs, around its own modules.
+A forward hook cannot do this, because hooks run outside of what activation checkpointing computes again. The model's
+code stays untouched, and a copy of the model (see `memory/fake.py`) has the same wrappers around its own modules.
 """
 
 from __future__ import annotations
@@ -14,61 +14,63 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-Around = Callable[..., Any]  # (run, *args, **kwargs) -> what the module returns; `run` is everything further in
+# Called as wrapper(run, *args, **kwargs), where `run` is everything further in; returns what the module returns.
+Wrapper = Callable[..., Any]
 
 
-def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
-    """Make `module` return `around(run, *args, **kwargs)`, `run` being what it did before; returns what undoes it.
+def wrap_forward(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
+    """Make `module` return `wrapper(run, *args, **kwargs)`, where `run` is its forward pass so far.
 
-    `around` is copied with the module: let it hold what it needs in attributes, not in a closure.
+    Returns a function that removes the wrapper. `copy.deepcopy` of a module copies its wrappers: a wrapper must keep
+    what it needs in attributes, not in a closure.
     """
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, _Wrapped):
-        forward = _Wrapped(module)
+    if not isinstance(forward, _WrappedForward):
+        forward = _WrappedForward(module)
         module.__dict__["forward"] = forward
-    forward.wrappers_of.append(around)
+    forward.wrappers.append(wrapper)
 
     def remove() -> None:
-        forward.wrappers_of.remove(around)
-        if not forward.wrappers_of and module.__dict__.get("forward") is forward:
+        forward.wrappers.remove(wrapper)
+        if not forward.wrappers and module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
 
     return remove
 
 
-def wrappers_of(module: nn.Module) -> tuple[Around, ...]:
-    """What runs around `module`, the outermost last."""
+def wrappers_of(module: nn.Module) -> tuple[Wrapper, ...]:
+    """The wrappers around `module`, the outermost last."""
     forward = module.__dict__.get("forward")
-    return tuple(forward.wrappers_of) if isinstance(forward, _Wrapped) else ()
+    return tuple(forward.wrappers) if isinstance(forward, _WrappedForward) else ()
 
 
-def unwrapped(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Nothing around: what a copy of a module gets, where the original's `around` is no concern of it."""
+def no_wrapper(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A wrapper that does nothing: the copy of a wrapper that makes sense around the original module only."""
     return run(*args, **kwargs)
 
 
 @contextmanager
-def standing_in(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `module` holds `tensors` under the names of its own parameters."""
-    before = {name: module._parameters[name] for name in tensors}
-    module._parameters.update(tensors)
+def substituted_parameters(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Inside, `module` computes with `tensors` in place of its own parameters of these names."""
+    own = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # pyright: ignore[reportArgumentType, reportCallIssue] - tensors, not Parameters
     try:
         yield
     finally:
-        module._parameters.update(before)
+        module._parameters.update(own)
 
 
-class _Wrapped:
-    """Stands in for one module's `forward`."""
+class _WrappedForward:
+    """The `forward` attribute of a module that has wrappers."""
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.wrappers_of: list[Around] = []
+        self.wrappers: list[Wrapper] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(type(self.module).forward, self.module)
-        for around in self.wrappers_of:
-            run = partial(around, run)
+        for wrapper in self.wrappers:
+            run = partial(wrapper, run)
         return run(*args, **kwargs)

@@ -18,68 +18,78 @@ from blocktrain.optim.state import BlockState
 
 
 @dataclass(eq=False)
-class Active:
-    """One visit's block. `trained` is what the optimizers move, by name: the masters, or the weights themselves.
+class ActiveBlock:
+    """The block of one visit, and all that exists for the time of this visit.
 
-    used: norms of this step's gradients, where the backward pass uses them up (see `in_backward.py`).
+    trained: what the optimizers update, by parameter name: the masters, or the weights themselves.
+    stepped_norms: with `in_backward`, the norms of the gradients that this step's backward pass has used up; else None.
     """
 
     block: Block
     trained: Mapping[str, nn.Parameter]
     optimizers: list[torch.optim.Optimizer]
     masters: Masters | None = None
-    used: list[Tensor] | None = None
+    stepped_norms: list[Tensor] | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, as in `torch.optim.Optimizer`."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of each optimizer; with masters, the model's weights follow."""
-        if self.used is not None:  # the backward pass was the step
-            self.used.clear()
+        """One step of each optimizer. The model's weights follow their masters."""
+        if self.stepped_norms is not None:  # the backward pass was the step
+            self.stepped_norms.clear()
             return
         for optimizer in self.optimizers:
             if self.masters is None:
                 optimizer.step()
                 continue
             names = self.moved_by(optimizer)
-            # One weight at a time, so that one gradient at a time is in fp32.
-            for together in [[name] for name in names] if steps_parameters_independently(optimizer) else [names]:
-                self.step_with(optimizer, together)
+            # One weight at a time where possible, so that one gradient at a time is in fp32.
+            for group in [[name] for name in names] if steps_parameters_independently(optimizer) else [names]:
+                self.step_with(optimizer, group)
         if self.masters is not None:
             self.masters.forget_gradients()
 
     def step_with(self, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-        """A step of `optimizer` where of all it moves at most `names` have gradients."""
+        """One step of `optimizer` on the parameters `names`; no other parameter of it may have a gradient."""
         with self.masters.stepping(names) if self.masters is not None else nullcontext():
             optimizer.step()
 
     def moved_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Names of what `optimizer` moves."""
+        """Names of the parameters that `optimizer` updates."""
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [name for name, parameter in self.trained.items() if id(parameter) in owned]
 
     def write_weights(self) -> None:
-        """Give the model what the masters hold, where there are any."""
+        """Set the model's weights to the values of their masters, where there are any."""
         if self.masters is not None:
             self.masters.write_weights()
 
+    # -- gradients ------------------------------------------------------------------------------------------------
+
     def zero_grad(self) -> None:
-        """Free the gradients, wherever they are collected."""
+        """Free the gradients of the weights and of the masters."""
         for parameter in self.block.parameters.values():
             parameter.grad = None
         if self.masters is not None:
             self.masters.forget_gradients()
 
     def gradients(self) -> list[Tensor]:
-        """Of the parameters that have one, in the precision they are accumulated in."""
+        """All gradients, in the precision in which they are accumulated."""
         if self.masters is not None:
             return list(self.masters.gradients().values())
         return [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
 
     def gradient(self, name: str) -> Tensor | None:
-        """The one collected for `name`, itself."""
+        """The gradient of one parameter, not copied; None if it has none."""
         return self.trained[name].grad if self.masters is None else self.masters.collected.get(name)
 
     def put_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """In its place; None takes it away. With masters it may be of any floating dtype."""
+        """Replace the gradient of one parameter; None frees it. With masters it may have any floating dtype."""
         if self.masters is None:
             self.trained[name].grad = gradient
         elif gradient is None:
@@ -88,11 +98,12 @@ class Active:
             self.masters.collected[name] = gradient
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`. Gradients that were used have their norm told, once."""
-        if self.used is not None:
+        """As `torch.nn.utils.clip_grad_norm_`. With `in_backward` it returns the norm of the gradients that were used
+        up, once, and raises `ConfigError` for any `max_norm` but `inf`."""
+        if self.stepped_norms is not None:
             if max_norm != float("inf"):
                 raise ConfigError(f"the backward pass has used the gradients: they cannot be clipped to {max_norm:g}")
-            norms, self.used = self.used, []
+            norms, self.stepped_norms = self.stepped_norms, []
             return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.masters is None:
             norm = torch.nn.utils.get_total_norm(self.gradients())
@@ -104,10 +115,12 @@ class Active:
             self.masters.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def state(self, member: Block | None = None) -> BlockState:
-        """The optimizers' state by parameter name, not copied; entries that hold nothing are left out.
+    # -- optimizer state ------------------------------------------------------------------------------------------
 
-        member: only what is of that one of the blocks that are trained together.
+    def state(self, member: Block | None = None) -> BlockState:
+        """The optimizers' state by parameter name, not copied; entries that are None are left out.
+
+        member: one of the blocks that are trained together, to get only its part of the state.
         """
         mine = (member or self.block).parameters
         names = {id(parameter): name for name, parameter in self.trained.items() if name in mine}
@@ -119,7 +132,7 @@ class Active:
         }
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Each optimizer's own state by parameter name, live; empty where it holds nothing yet."""
+        """Each optimizer's own state by parameter name: the live dictionaries, empty before the first step."""
         names = {id(parameter): name for name, parameter in self.trained.items()}
         return {
             names[id(parameter)]: optimizer.state[parameter]
@@ -128,36 +141,34 @@ class Active:
             for parameter in group["params"]
         }
 
-    def state_bytes(self) -> int:
-        """Bytes of the state's tensors."""
-        return sum(v.nbytes for entries in self.state().values() for v in entries.values() if torch.is_tensor(v))
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """What exists only during the visit, by part of memory: "master", "gradients", "moments"."""
-        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected.values()
-        return {
-            "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],  # else it is they
-            "gradients": [*collected, *(p.grad for p in self.trained.values() if p.grad is not None)],
-            "moments": [v for entries in self.state().values() for v in entries.values() if torch.is_tensor(v)],
-        }
-
     def restore(self, state: BlockState) -> None:
-        """Give each optimizer a copy of the state of its parameters, on the device where it expects it."""
+        """Give each optimizer a copy of its parameters' state, on the device where it expects it."""
         names = {id(parameter): name for name, parameter in self.trained.items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # As `Optimizer.load_state_dict`: step counts stay on the host unless the update is one device kernel.
+                # As in `Optimizer.load_state_dict`: step counts stay on the host unless the update is one kernel.
                 counts_on_device = bool(group.get("fused") or group.get("capturable"))
                 for parameter in group["params"]:
                     entries = state.get(names[id(parameter)])
-                    if entries is not None:
-                        optimizer.state[parameter] = {
-                            key: _place(key, value, parameter, counts_on_device) for key, value in entries.items()
-                        }
+                    if entries is None:
+                        continue
+                    restored = dict(entries)
+                    for key, value in entries.items():
+                        if torch.is_tensor(value):
+                            on_host = key == "step" and not counts_on_device
+                            restored[key] = value.to("cpu" if on_host else parameter.device, copy=True)
+                    optimizer.state[parameter] = restored
 
+    def state_bytes(self) -> int:
+        """Bytes of the state's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors()["moments"])
 
-def _place(key: str, value: Any, parameter: nn.Parameter, counts_on_device: bool) -> Any:
-    if not torch.is_tensor(value):
-        return value
-    on_host = key == "step" and not counts_on_device
-    return value.to("cpu" if on_host else parameter.device, copy=True)
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The tensors that exist only during the visit, by part of memory: "master", "gradients", "moments"."""
+        weights, collected = self.block.parameters, () if self.masters is None else self.masters.collected.values()
+        return {
+            # A trained parameter with the dtype of its weight is that weight, or a view of it.
+            "master": [p.data for name, p in self.trained.items() if p.dtype != weights[name].dtype],
+            "gradients": [*collected, *(p.grad for p in self.trained.values() if p.grad is not None)],
+            "moments": [v for entries in self.state().values() for v in entries.values() if torch.is_tensor(v)],
+        }

@@ -1,13 +1,13 @@
 """AdamW with its two averages in 8 bits (Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization).
 
-For each 256 values one fp32 scale, their largest magnitude, and one code a value: the nearest entry of a fixed table of
-256 numbers in [-1, 1] (the second average: [0, 1]) that is fine near 0, seven decades down. 2.03 bytes a parameter
-instead of 8.
+Each group of 256 values has one fp32 scale, their largest magnitude. Each value has one code: the nearest entry of a
+fixed table of 256 numbers in [-1, 1] (for the second average in [0, 1]), which is fine near 0 and covers seven decades.
+That takes 2.03 bytes a parameter instead of 8.
 
-The state is laid out as bitsandbytes' kernels have it: where that package is installed they take the step on a CUDA
-device; elsewhere plain PyTorch does, in chunks. (torchao's AdamW8bit was tried: it compiles each shape, 19 s for the
-first matrix on a CPU, refuses a learning rate that is set as a number, and its state is a tensor of a class of its
-own, which safetensors cannot write.)
+The state has the layout of bitsandbytes' kernels. Where that package is installed, its kernels take the step on a CUDA
+device; elsewhere plain PyTorch takes it, in chunks. (torchao's AdamW8bit was tried: it compiles for each shape, 19 s
+for the first matrix on a CPU, refuses a learning rate that is set as a number, and its state is a tensor subclass,
+which safetensors cannot write.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from torch.nn.functional import pad
 from blocktrain.optim.quantize import has_bitsandbytes
 
 GROUP = 256
-SMALLEST = 4096  # elements; the averages of a smaller parameter (norms, biases) stay in fp32, as in bitsandbytes
-_CHUNK = 2**22  # parameters updated at a time: what is in fp32 in between stays small
+SMALLEST = 4096  # elements; the averages of smaller parameters (norms, biases) stay in fp32, as in bitsandbytes
+_CHUNK = 2**22  # scalars updated at a time, so that fp32 intermediates stay small
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """`torch.optim.AdamW` with 8-bit state. State of a parameter: `step`, and of both averages codes (uint8, as many as
-    the parameter has elements) and scales (fp32, one for 256)."""
+    """`torch.optim.AdamW` with 8-bit state.
+
+    The state of a parameter: `step`, and for both averages codes (uint8, one for each element) and scales (fp32, one
+    for 256 elements).
+    """
 
     def __init__(
         self,
@@ -57,31 +60,30 @@ class AdamW8bit(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(_fresh(parameter))
+                    state.update(_new_state(parameter))
                 state["step"] += 1
-                update = _update if parameter.numel() < SMALLEST else _update_8bit
-                update(parameter.data, parameter.grad, state, group)
+                if parameter.numel() < SMALLEST:
+                    averages = (state["exp_avg"], state["exp_avg_sq"])
+                    _adamw(parameter.data, parameter.grad, averages, state["step"], group)
+                else:
+                    _update_8bit(parameter.data, parameter.grad, state, group)
         return loss
 
 
-def _fresh(parameter: Tensor) -> dict[str, Any]:
+def _new_state(parameter: Tensor) -> dict[str, Any]:
     if parameter.numel() < SMALLEST:
         zeros = (parameter.data.new_zeros(parameter.shape, dtype=torch.float32) for _ in range(2))
         return {"step": 0, **dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))}
     groups = -(-parameter.numel() // GROUP)
     state: dict[str, Any] = {"step": 0}
-    for name, values in (("exp_avg", _signed()), ("exp_avg_sq", _unsigned())):
+    for name, values in (("exp_avg", _table(signed=True)), ("exp_avg_sq", _table(signed=False))):
         state[name] = parameter.data.new_full(parameter.shape, values.index(0.0), dtype=torch.uint8)
         state[name + "_scale"] = parameter.data.new_zeros(groups, dtype=torch.float32)
     return state
 
 
-def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    _adamw(weight, gradient, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
-
-
 def _adamw(weight: Tensor, gradient: Tensor, averages: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
-    """Loshchilov & Hutter 2019, algorithm 2; in place."""
+    """One update in place (Loshchilov & Hutter 2019, algorithm 2)."""
     (beta1, beta2), (average, square) = group["betas"], averages
     average.lerp_(gradient.float(), 1 - beta1)
     square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
@@ -91,12 +93,12 @@ def _adamw(weight: Tensor, gradient: Tensor, averages: tuple[Tensor, Tensor], st
 
 
 def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    tables = [torch.tensor(values, device=weight.device) for values in (_signed(), _unsigned())]
+    tables = [torch.tensor(values, device=weight.device) for values in (_table(signed=True), _table(signed=False))]
     if weight.is_cuda and weight.is_contiguous() and has_bitsandbytes():
         _update_by_kernel(weight, gradient, state, group, tables)
     else:
         _update_in_chunks(weight, gradient, state, group, tables)
-    # A square that is too small beside the largest of its 256 must not become 0: the next step would divide by it.
+    # A second average that is tiny within its group must not become 0: the next step divides by it.
     state["exp_avg_sq"].clamp_(min=1)
 
 
@@ -129,7 +131,7 @@ def _update_by_kernel(
         state["exp_avg_sq"],
         beta1,
         beta2,
-        0.0,  # beta3 and alpha: of another optimizer
+        0.0,  # beta3 and alpha, which another optimizer uses
         0.0,
         group["eps"],
         state["step"],
@@ -144,13 +146,14 @@ def _update_by_kernel(
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """uint8 (n,), fp32 (n / 256,) -> fp32 (n,)."""
+    """Codes uint8 (n,) and scales fp32 (n / 256,) -> values fp32 (n,)."""
     groups = pad(table[codes.int()], (0, -codes.numel() % GROUP)).view(-1, GROUP)
     return groups.mul_(scales.unsqueeze(1)).view(-1)[: codes.numel()]
 
 
 def encode(values: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    """fp32 (n,) -> the largest magnitudes of each 256 into `scales`, nearest entries of `table` into `codes`."""
+    """Values fp32 (n,): write the largest magnitude of each 256 into `scales`, the nearest entries of `table` into
+    `codes`."""
     groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
     scales.copy_(groups.abs().amax(1))
     unit = groups / scales.masked_fill(scales == 0, 1).unsqueeze(1)
@@ -158,9 +161,10 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None
     codes.copy_(nearest)
 
 
-def _dynamic(*, signed: bool) -> tuple[float, ...]:
-    """The table: 0, 1, and in each decade 10^-6 .. 1 the means of equal steps, twice as many in each as in the one
-    below. Dettmers 2016, 8-Bit Approximations for Parallelism in Deep Learning."""
+@cache
+def _table(*, signed: bool) -> tuple[float, ...]:
+    """The 256 numbers that codes stand for: 0, 1, and in each decade from 10^-6 to 1 the means of equal steps, twice as
+    many as in the decade below. Dettmers 2016, 8-Bit Approximations for Parallelism in Deep Learning."""
     values = [0.0, 1.0]
     for decade in range(7):
         steps = 2 ** (decade if signed else decade + 1)
@@ -170,13 +174,3 @@ def _dynamic(*, signed: bool) -> tuple[float, ...]:
         if signed:
             values += [-mean for mean in means]
     return tuple(sorted(values))
-
-
-@cache
-def _signed() -> tuple[float, ...]:
-    return _dynamic(signed=True)
-
-
-@cache
-def _unsigned() -> tuple[float, ...]:
-    return _dynamic(signed=False)

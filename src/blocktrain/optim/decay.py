@@ -1,4 +1,4 @@
-"""Which parameters weight decay leaves alone, decided from the modules that hold them, never from their names."""
+"""Which parameters have no weight decay. The modules that hold them decide, never the parameters' full names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-# (module, attribute under which it holds the parameter) -> is this parameter left undecayed?
+# (module, attribute under which it holds the parameter) -> whether this parameter has no weight decay
 Undecayed = Callable[[nn.Module, str], bool]
 
 _NORMS = (
@@ -19,10 +19,10 @@ _NORMS = (
 
 
 def norms_and_biases(module: nn.Module, attribute: str) -> bool:
-    """The usual choice: no decay on biases and on the weights of normalisation layers.
+    """The usual choice: no decay on biases and on the weights of normalization layers.
 
-    `nn.MultiheadAttention` and `nn.LSTM` call theirs `in_proj_bias` and `bias_ih_l0`. Hugging Face models bring norms
-    of their own (`LlamaRMSNorm`, `Gemma2RMSNorm`, ...): a module whose class is called a norm is one.
+    `nn.MultiheadAttention` and `nn.LSTM` call their biases `in_proj_bias` and `bias_ih_l0`. Hugging Face models have
+    norms of their own (`LlamaRMSNorm`, `Gemma2RMSNorm`, ...), so a module is a norm if its class name ends with "norm".
     """
     return (
         "bias" in attribute.split("_") or isinstance(module, _NORMS) or type(module).__name__.lower().endswith("norm")

@@ -1,7 +1,8 @@
-"""How a block's torch.optim optimizers are made: one class, its options, which parameters it takes and decays."""
+"""How the optimizers of a block are made: from a class, its options, and which parameters it takes and decays."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from blocktrain.chain.block import Block, Partition
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, nearest
 from blocktrain.modules.dispatch import EagerDispatchMode
 from blocktrain.optim.adamw8bit import AdamW8bit
 from blocktrain.optim.decay import Undecayed, undecayed_ids
@@ -22,11 +23,11 @@ OptimizerChoice = tuple[type[torch.optim.Optimizer], dict[str, Any]]  # class, k
 
 
 class OptimizerFactory:
-    """Makes the optimizers of any set of a partition's parameters.
+    """Makes optimizers for any set of a partition's parameters.
 
-    choice: class and options. others: the same for parameters that this class cannot take (`torch.optim.Muon` takes the
-    2-D weights of the hidden layers only); None is AdamW with the same rate and decay. undecayed: see `decay.py`.
-    moments: `8bit` keeps AdamW's in 8 bits.
+    choice: class and options. others: class and options for parameters that this class cannot take (`torch.optim.Muon`
+    takes the 2-D weights of the hidden layers only); None means AdamW with the same learning rate and weight decay.
+    undecayed: see `decay.py`. moments: "8bit" keeps AdamW's moments in 8 bits.
     """
 
     def __init__(
@@ -37,31 +38,31 @@ class OptimizerFactory:
         undecayed: Undecayed,
         moments: Moments = "fp32",
     ):
-        self.arguments = (choice, others, undecayed)  # as they were given, to make the same for another partition
+        self.arguments = (choice, others, undecayed)  # as given, for `BlockOptimizer.rebind`
         shared = {key: choice[1][key] for key in ("lr", "weight_decay") if key in choice[1]}
         self.choice = _with_moments(choice, moments)
         self.others = _with_moments(others or (torch.optim.AdamW, shared), moments)
-        alone = undecayed_ids(partition.model, undecayed)
+        ids = undecayed_ids(partition.model, undecayed)
         self._undecayed = {
-            name for block in partition for name, parameter in block.parameters.items() if id(parameter) in alone
+            name for block in partition for name, parameter in block.parameters.items() if id(parameter) in ids
         }
         self._matrices = hidden_matrices(partition) if issubclass(choice[0], torch.optim.Muon) else None
 
     def build(
         self, trained: Mapping[str, nn.Parameter], *, without: Collection[str] = ()
     ) -> list[torch.optim.Optimizer]:
-        """One optimizer over `trained`, or two where the class takes matrices only; `without` some of its options."""
+        """One optimizer for `trained`, or two if the class takes matrices only. `without`: options to leave out."""
         taken = {name: p for name, p in trained.items() if self._matrices is None or name in self._matrices}
-        rest = {name: p for name, p in trained.items() if name not in taken}
+        others = {name: p for name, p in trained.items() if name not in taken}
         optimizers = []
-        for (cls, options), mine in ((self.choice, taken), (self.others, rest)):
+        for (cls, options), mine in ((self.choice, taken), (self.others, others)):
             if mine:
                 kept = {key: value for key, value in options.items() if key not in without}
                 optimizers.append(cls(self._groups(cls, mine), **kept))
         return optimizers
 
     def state_bytes(self, block: Block, master: torch.dtype | None) -> int:
-        """Bytes of the state that optimizers of `block` will have: a step is taken on tensors without memory."""
+        """Bytes of state that optimizers of `block` will have, found by a step on tensors without memory."""
         trained = {
             name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=master or p.dtype, device="meta"))
             for name, p in block.parameters.items()
@@ -72,7 +73,7 @@ class OptimizerFactory:
         return sum(value.nbytes for entries in states for value in entries.values() if torch.is_tensor(value))
 
     def _groups(self, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """Parameters with and without weight decay."""
+        """A group of parameters with weight decay and one without, unless they are empty."""
         if "weight_decay" not in inspect.signature(cls).parameters:
             return [{"params": list(mine.values())}]
         decayed = [p for name, p in mine.items() if name not in self._undecayed]
@@ -82,30 +83,73 @@ class OptimizerFactory:
 
 
 def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
-    """AdamW's two averages in 8 bits if so asked. Muon and SGD keep one buffer, as it is."""
+    """`choice`, with AdamW's two averages in 8 bits if requested. Muon and SGD keep their one buffer as it is."""
     cls, options = choice
     if moments == "fp32" or cls in (AdamW8bit, torch.optim.Muon, torch.optim.SGD):
         return choice
     if cls is not torch.optim.AdamW:
-        raise ConfigError(f"8-bit moments are there for AdamW, not for {cls.__name__}; take moments='fp32' with it")
+        raise ConfigError(f"8-bit moments exist for AdamW only, not for {cls.__name__}; set moments='fp32'")
     return AdamW8bit, options
 
 
+def find_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class that `optimizer.name` of a configuration names.
+
+    name: a class of `torch.optim` ("AdamW"), or any other importable subclass of `torch.optim.Optimizer` by its path:
+    "package.module:Class" or "package.module.Class". Importing a module runs its code. Raises `ConfigError`.
+    """
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    if module in ("", "torch.optim"):
+        known = {
+            key
+            for key, value in vars(torch.optim).items()
+            if isinstance(value, type)
+            and issubclass(value, torch.optim.Optimizer)
+            and value is not torch.optim.Optimizer
+        } - {"LBFGS", "SparseAdam"}  # LBFGS needs a closure, SparseAdam sparse gradients
+        if attribute not in known:
+            raise ConfigError(
+                f"optimizer.name '{name}' is not a class of torch.optim that can train a block; "
+                f"{nearest(attribute, known)}; or name a class of your own as 'package.module:Class'"
+            )
+        if module:  # other settings are checked against the bare name
+            raise ConfigError(f"optimizer.name '{name}': write a class of torch.optim without its path, '{attribute}'")
+        return getattr(torch.optim, name)
+    try:
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer.name '{name}': module '{module}' cannot be imported ({error}); install its package, or add its "
+            "folder to PYTHONPATH"
+        ) from error
+    found = getattr(imported, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        classes = [
+            key
+            for key, value in vars(imported).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        ]
+        hint = nearest(attribute, classes) if classes else "it defines none"
+        raise ConfigError(f"optimizer.name '{name}' is not a subclass of torch.optim.Optimizer in '{module}'; {hint}")
+    return found
+
+
 def hidden_matrices(partition: Partition) -> set[str]:
-    """2-D weights of all layers but the chain's first and last (Jordan et al. 2024: those stay with AdamW)."""
+    """Names of the 2-D weights of all layers except the chain's first and last, which stay with AdamW (Jordan et al.
+    2024)."""
     return {name for owned in partition.chain.owned[1:-1] for name, parameter in owned.items() if parameter.ndim == 2}
 
 
 def steps_parameters_independently(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step moves each parameter by its own gradient and state alone, so that it can be taken in parts.
+    """Whether a step moves each parameter by its own gradient and state alone, so that it can be taken one by one.
 
-    True of the classes of `torch.optim`; another may count its steps once for a whole group.
+    That is true for the classes of `torch.optim`; others may count steps once for a whole group.
     """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
 
 
 def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Take a step on parameters of the meta device: the state it leaves has the shapes of a real one."""
+    """Take a step on parameters of the meta device. The state that it leaves has the shapes of a real one."""
     with meta_scalars_read_as_one():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -115,8 +159,8 @@ def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def meta_scalars_read_as_one() -> AbstractContextManager[object]:
-    """Inside, a step without memory may read a number out of a tensor (Adafactor its norm, ASGD its rate): any will
-    do. Numbers in real tensors are read as they are."""
+    """Inside, a step on tensors without memory may read a number from a tensor (Adafactor reads a norm, ASGD a rate)
+    and gets 1, since any number will do. Numbers in real tensors are read as they are."""
     return _MetaScalarsReadAsOne()
 
 

@@ -1,8 +1,8 @@
-"""The weights of frozen blocks: in which format, where, and with what makes their masters exact.
+"""The weights of frozen blocks: their format, their place, and the low bits that make their masters exact.
 
-construct   lower every weight to the compute dtype, keep the low_bits, put the matrices to rest
-activate    wake the block; its masters are the weights and the low_bits
-retire      keep the new low_bits, put the block to rest again
+construct   lower every weight to the compute dtype, keep the low bits, offload the matrices
+activate    materialize the block; its masters are its weights joined with the low bits
+retire      keep the new low bits, offload the block again
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from blocktrain.optim.precision import Precision
 
 
 class FrozenWeights:
-    """What a partition's blocks are while they are not trained. Constructing lowers and rests the whole model."""
+    """The weights of a partition's blocks while they are frozen. Constructing lowers and offloads the whole model."""
 
     def __init__(self, partition: Partition, precision: Precision, place: FrozenPlace):
         _require_dtype(partition, precision)
         self.precision = precision
         self._partition = partition
-        self._low_bits: list[LowBits] = [{} for _ in partition]  # of blocks that are frozen, by index
+        self._low_bits: list[LowBits] = [{} for _ in partition]  # of the frozen blocks, by index
         self._offloaded = OffloadedWeights(partition.chain, precision.frozen, place)
-        for name, parameter in partition.whole.parameters.items():  # one by one: packed before the next is lowered
-            left = lower({name: parameter}) if precision.has_master else {}
+        for name, parameter in partition.whole.parameters.items():  # each is offloaded before the next is lowered
+            low_bits = lower({name: parameter}) if precision.has_master else {}
             if precision.keeps_low_bits:
                 for block in partition:
                     if name in block.parameters:
-                        self._low_bits[block.index][name] = block.part(name, left[name])
+                        self._low_bits[block.index][name] = block.part(name, low_bits[name])
             self._offloaded.offload([parameter])
 
     def activate(self, block: Block) -> Masters | None:
-        """Wake a block for training; its masters, where the precision has them."""
+        """Materialize a block for training. Returns its masters, if it needs any."""
         self._offloaded.materialize(block.parameters.values())
         needed = self.precision.has_master or block.rows
-        kept = {name: left for index in block.members for name, left in self._low_bits[index].items()}
-        return Masters(block, kept) if needed else None
+        low_bits = {name: bits for index in block.members for name, bits in self._low_bits[index].items()}
+        return Masters(block, low_bits) if needed else None
 
     def retire(self, block: Block, masters: Masters | None) -> None:
-        """Keep what a block has become."""
+        """Keep the low bits of a block's masters."""
         if masters is not None:
             for index in block.members:
                 mine = self._partition[index].parameters
@@ -52,15 +52,15 @@ class FrozenWeights:
             masters.close()
 
     def offload(self, block: Block) -> None:
-        """Put a block that has retired to rest; when its masters and moments are gone, so that memory stays low."""
+        """Offload a block that has retired. Call it when masters and moments are freed, to keep the peak low."""
         self._offloaded.offload(block.parameters.values())
 
     def weights(self, block: Block) -> dict[str, Tensor]:
-        """A block's weights in the compute dtype, on the host, not to be changed; nothing is materialized for it."""
+        """A block's weights in the compute dtype, on the host; must not be changed. Materializes nothing."""
         return {name: block.part(name, self._offloaded.value(p)) for name, p in block.parameters.items()}
 
     def load_weights(self, block: Block, weights: Mapping[str, Tensor]) -> None:
-        """Replace a block's weights; raises `CheckpointError` where one is missing."""
+        """Replace a block's weights; raises `CheckpointError` if one is missing."""
         for name, parameter in block.parameters.items():
             shape = block.part(name, parameter).shape
             if name not in weights or weights[name].shape != shape:
@@ -86,31 +86,31 @@ class FrozenWeights:
         return self._low_bits[block.index]
 
     def load_low_bits(self, low_bits: list[LowBits]) -> None:
-        """Replace all of them."""
+        """Replace the low bits of all blocks."""
         self._low_bits = low_bits
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What holds the weights that are away, as they rest on the device ("frozen") or not ("host"), and the
-        low_bits."""
-        kept = [tensor for low_bits in self._low_bits for tensor in low_bits.values()]
-        resting = self._offloaded.tensors()
-        return {"frozen": resting["frozen"], "host": [*kept, *resting["host"]]}
+        """The tensors that hold offloaded weights, on the device ("frozen") or on the "host" with all low bits."""
+        low_bits = [tensor for of_block in self._low_bits for tensor in of_block.values()]
+        offloaded = self._offloaded.tensors()
+        return {"frozen": offloaded["frozen"], "host": [*low_bits, *offloaded["host"]]}
 
     def device_bytes(self, active: Block) -> int:
-        """Of the model's weights while `active` is trained: its own in the compute dtype, the others as they rest."""
-        awake = {id(parameter) for parameter in active.parameters.values()}
+        """Device memory of the model's weights while `active` is trained: its own weights in the compute dtype, the
+        others as they are offloaded."""
+        materialized = {id(parameter) for parameter in active.parameters.values()}
         return sum(
-            parameter.nbytes if id(parameter) in awake else self._offloaded.device_bytes(parameter)
+            parameter.nbytes if id(parameter) in materialized else self._offloaded.device_bytes(parameter)
             for parameter in self._partition.model.parameters()
         )
 
     def close(self) -> None:
-        """Wake everything, for good."""
+        """Materialize everything, for good."""
         self._offloaded.close()
 
 
 def _require_dtype(partition: Partition, precision: Precision) -> None:
-    """Weights of 16 bits without a master lose small updates; nobody should train so without having said so."""
+    """Weights of 16 bits without a master lose small updates; nobody should train so without having asked for it."""
     for name, parameter in partition.model.named_parameters():
         if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The learning rate as a function of where the run and the visit are: a factor on the optimizer's own rate.
+"""The learning rate as a function of the step in the run and in the visit: a factor on the optimizer's own rate.
 
 factor(step) = warmup(step) * shape(progress) * visit_warmup(step in visit)
 """
@@ -16,12 +16,12 @@ Shape = Literal["constant", "linear", "cosine", "wsd"]
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Shape over the run, with linear warm-ups over the run's and each visit's first steps.
+    """A shape over the run, with linear warm-ups over the first steps of the run and of each visit.
 
     shape: `constant`; `linear` and `cosine` fall from 1 to `final` over the run (cosine: Loshchilov & Hutter 2017,
         eq. 5); `wsd` stays at 1 and falls linearly over the last `decay_share` (Hu et al. 2024, MiniCPM).
     final: factor at the end of the run.
-    decay_share: of the run, for `wsd`.
+    decay_share: the share of the run over which `wsd` falls.
     warmup_steps, visit_warmup_steps: the factor rises from 1/n to 1 over n steps.
     """
 
@@ -42,7 +42,7 @@ class LearningRate:
                 raise ConfigError(f"learning-rate {name} must not be negative, not {getattr(self, name)}")
 
     def factor(self, step: int, *, total: int | None, visit_step: int) -> float:
-        """The factor for 0-based `step` of `total`, the `visit_step`-th of its visit.
+        """The factor for `step` of `total`, which is the `visit_step`-th of its visit (both from 0).
 
         >>> LearningRate(shape="cosine", final=0.0).factor(50, total=100, visit_step=0)
         0.5

@@ -1,14 +1,14 @@
-"""The active block's high-precision copy, for models whose weights are kept in less than fp32.
+"""The active block's high-precision copy, for models whose weights are stored in less than fp32.
 
-activate   master = join(bf16 weight, remainder)            exact
-backward   the first micro-batch's gradient is kept as it is; from the second on they add up in fp32
-step       for each weight: its gradient in fp32, the optimizer moves the master, weight = bf16 half of it
-retire     weight, remainder = split(master);  the master is gone
+activate   master = join(bf16 weight, low bits)             exact
+backward   the first micro-batch's gradient stays in bf16; from the second one on gradients are summed in fp32
+step       for each weight: its gradient in fp32, the optimizer updates the master, weight = bf16 half of it
+retire     weight, low bits = split(master);  the master is freed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,36 +18,37 @@ from torch.utils.hooks import RemovableHandle
 from blocktrain.chain.block import Block
 from blocktrain.optim.precision import half, join, split
 
-LowBits = dict[str, Tensor]  # int16, on the host
+LowBits = dict[str, Tensor]  # by parameter name: int16, on the host
 
 
 class Masters:
-    """What the optimizers move in place of a block's weights, alive during a visit.
+    """What the optimizers update in place of a block's weights; they exist during a visit.
 
-    bf16 weights: fp32 masters. fp32 weights of which the block owns some rows only: views of those rows. low_bits:
-    what the weights leave out of their masters; of those that are not named, nothing.
+    For bf16 weights these are fp32 masters. For fp32 weights of which the block owns only some rows they are views of
+    those rows. low_bits: what the weights leave out of their masters; a weight that is not named leaves out nothing.
 
-    Memory of a bf16 parameter: 4 bytes, and for its gradient 2 bytes with one micro-batch a step (in fp32 for one
-    weight at a time), 4 with several. Autograd makes the gradient of all rows; the block's are kept.
+    Memory for a bf16 parameter: 4 bytes; its gradient takes 2 bytes with one micro-batch a step (and fp32 for one
+    weight at a time), 4 with several. Autograd computes the gradient of all rows of a weight; only the block's rows are
+    kept.
     """
 
     def __init__(self, block: Block, low_bits: LowBits):
         self.block = block
         self.parameters = {name: nn.Parameter(self._joined(name, low_bits.get(name))) for name in block.parameters}
-        self.collected: dict[str, Tensor] = {}  # in the weights' dtype: of one micro-batch; in fp32: of several
-        self._factor: Tensor | None = None  # of all gradients, to be applied when they are widened
+        self.collected: dict[str, Tensor] = {}  # gradients: in bf16 from one micro-batch, in fp32 from several
+        self._factor: Tensor | None = None  # scales all gradients; applied when they are converted to fp32
         self._hooks: list[RemovableHandle] = [
             weight.register_post_accumulate_grad_hook(self._collector(name))
             for name, weight in block.parameters.items()
         ]
 
-    def _joined(self, name: str, remainder: Tensor | None) -> Tensor:
+    def _joined(self, name: str, low_bits: Tensor | None) -> Tensor:
         part = self.block.part(name, self.block.parameters[name].data)
-        return part.float() if remainder is None else join(part, remainder.to(part.device))
+        return part.float() if low_bits is None else join(part, low_bits.to(part.device))
 
-    def _collector(self, name: str):
-        """Takes each micro-batch's gradient; sums in bf16 would lose the small ones."""
-        whole = name not in self.block.rows
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
+        """A hook that takes each micro-batch's gradient from its weight; sums in bf16 would lose the small ones."""
+        owns_all_rows = name not in self.block.rows
 
         def collect(weight: Tensor) -> None:
             if weight.grad is None:
@@ -56,7 +57,7 @@ class Masters:
                 self.gradients()
             gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
             if before is None:
-                self.collected[name] = gradient if whole else gradient.clone()
+                self.collected[name] = gradient if owns_all_rows else gradient.clone()
             else:
                 self.collected[name] = before.to(torch.float32).add_(gradient)
             weight.grad = None
@@ -64,18 +65,18 @@ class Masters:
         return collect
 
     def gradients(self) -> dict[str, Tensor]:
-        """All gradients there are, in fp32."""
+        """All collected gradients, converted to fp32."""
         for name in self.collected:
-            self.collected[name] = self._widened(name)
+            self.collected[name] = self._in_fp32(name)
         self._factor = None
         return self.collected
 
-    def _widened(self, name: str) -> Tensor:
+    def _in_fp32(self, name: str) -> Tensor:
         gradient = self.collected[name].to(torch.float32)
         return gradient if self._factor is None else gradient.mul_(self._factor)
 
     def norm(self) -> Tensor:
-        """Total 2-norm of the gradients in fp32, without a copy of them (0-d)."""
+        """Total 2-norm of the gradients in fp32 (0-d), computed without an fp32 copy of them."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self.collected.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         return norm if self._factor is None else norm * self._factor
@@ -85,17 +86,20 @@ class Masters:
         self._factor = factor if self._factor is None else self._factor * factor
 
     def forget_gradients(self) -> None:
-        """Free them; after a step, all that is left of them is their factor."""
+        """Free the gradients, and the factor that was to scale them."""
         self.collected.clear()
         self._factor = None
 
     @contextmanager
     def stepping(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, the masters of `names` have their gradients in fp32. Afterwards these are used up, and the model's
-        bf16 weights are the halves of their masters; fp32 weights are the masters' own memory."""
+        """Inside, the masters `names` have their gradients in fp32, for an optimizer to step.
+
+        At the end these gradients are freed, and the model's bf16 weights are the halves of their masters. (fp32
+        weights share their memory with the masters.)
+        """
         moving = [name for name in names if name in self.collected]
         for name in moving:
-            self.parameters[name].grad = self._widened(name)
+            self.parameters[name].grad = self._in_fp32(name)
             del self.collected[name]
         yield
         for name in moving:
@@ -104,15 +108,14 @@ class Masters:
 
     @torch.no_grad()
     def write_weights(self, names: Iterable[str] | None = None) -> None:
-        """Give the model's bf16 weights the halves of their masters; all, or those of `names`."""
+        """Set the model's bf16 weights to the halves of their masters: all of them, or those in `names`."""
         for name in self.parameters if names is None else names:
             weight = self.block.parameters[name]
             if weight.dtype == torch.bfloat16:
                 self.block.part(name, weight).copy_(half(self.parameters[name].data))
 
     def low_bits(self, names: Iterable[str]) -> LowBits:
-        """What those of the weights called `names` that have masters leave out of them now; nothing where they are
-        fp32."""
+        """What the bf16 weights among `names` leave out of their masters now. fp32 weights leave out nothing."""
         return {
             name: split(self.parameters[name].data)[1].cpu()
             for name in names
@@ -120,7 +123,7 @@ class Masters:
         }
 
     def close(self) -> None:
-        """Retire: stop collecting gradients. The weights are those of the last step."""
+        """Stop collecting gradients: the block retires. Its weights are those of the last step."""
         for hook in self._hooks:
             hook.remove()
         self.forget_gradients()
@@ -128,12 +131,12 @@ class Masters:
 
 @torch.no_grad()
 def lower(parameters: Mapping[str, nn.Parameter]) -> LowBits:
-    """Store `parameters` in bf16 in place; what that leaves out is returned."""
+    """Store `parameters` in bf16, in place. Returns the low bits that bf16 leaves out."""
     low_bits = {}
     for name, parameter in parameters.items():
         if parameter.dtype == torch.bfloat16:
             low_bits[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
         else:
-            parameter.data, remainder = split(parameter.data.float())
-            low_bits[name] = remainder.cpu()
+            parameter.data, left_out = split(parameter.data.float())
+            low_bits[name] = left_out.cpu()
     return low_bits

@@ -1,22 +1,22 @@
 """Weights of frozen layers between their uses: quantized, on the host, or both; materialized while their layer runs.
 
-    at rest      the parameter is one NaN (see `modules/placeholder.py`), what holds its value is here
-    runs         around the layer's module: its weights, unpacked into new tensors, stand in for the parameters
+    offloaded    the parameter is a placeholder (see `modules/placeholder.py`); the tensors that hold its value are here
+    layer runs   a wrapper around the layer's module materializes its weights into new tensors, with which the module
+                 computes in place of its parameters
 
-                   layer i - 1     layer i     layer i + 1
-    OnDevice         packed         awake        packed
-    OnHost            host          awake      on its way        forward; in a backward pass, of layer i - 1
+                   layer i - 1     layer i          layer i + 1
+    OnDevice        quantized      materialized      quantized
+    OnHost           host          materialized      being copied      (in a backward pass: layer i - 1 is being copied)
 
-Standing in means that the module holds another tensor under the parameter's name while it runs. What autograd keeps
-of it for the backward pass of a frozen tail is that tensor, so gradients are right whatever becomes of the parameter.
-Activation checkpointing around the layer is what keeps autograd from keeping it: then at most two layers are awake.
-Nothing is ever written back: frozen weights do not change.
+In a frozen tail autograd saves the materialized tensor for the backward pass, so gradients are right whatever happens
+to the parameter in the meantime. With activation checkpointing around the layer autograd saves none of them, and then
+at most two layers are materialized at a time. Nothing is written back, because frozen weights do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import ConfigError
 from blocktrain.modules.placeholder import is_placeholder, replace_by_placeholder, restore_value
-from blocktrain.modules.wrap import unwrapped, wrap_forward
+from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
 from blocktrain.optim.precision import Format
 from blocktrain.optim.quantize import Quantized, quantize
 from blocktrain.runtime import SideStream
@@ -46,99 +46,100 @@ FrozenPlace = OnDevice | OnHost
 
 
 @dataclass(frozen=True, eq=False)
-class _Offloaded:
+class _OffloadedWeight:
     value: Tensor  # in the compute dtype, on the host
-    packed: Quantized  # what is materialized
+    quantized: Quantized  # what is materialized; on the device, or under `OnHost` on the host
 
 
 class OffloadedWeights:
     """Holds the matrices of a model's frozen layers. Vectors (norms, biases) are too small to be worth it.
 
-    Host memory: 2 bytes a resting weight in bf16, and under `OnHost` its packed form. Device memory: the packed form
-    under `OnDevice`; beside it the layer that runs, and under `OnHost` the copy of the one that follows.
+    With `OnDevice` and a format of 16 or 32 bits there is nothing to do: weights stay in their parameters.
+
+    Host memory: 2 bytes a weight in bf16, and under `OnHost` its quantized form. Device memory: under `OnDevice` the
+    quantized form; in addition the layer that runs, and under `OnHost` the copy of the layer that follows.
     """
 
     def __init__(self, chain: Chain, form: Format, place: FrozenPlace):
         self._form: Format = form
         self._place = place
-        self._model = chain.model
-        self._offloaded: dict[nn.Parameter, _Offloaded] = {}
-        self._units: list[list[nn.Parameter]] = []  # by number: matrices of one module of the chain, in forward order
-        self._coming: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device, by unit: at most two
-        self._order: list[int] = []  # units at rest
-        self._last, self._up = -1, True  # where in that order the model was, and where it was going
+        self._offloaded: dict[nn.Parameter, _OffloadedWeight] = {}
+        self._units: list[list[nn.Parameter]] = []  # the matrices of each module of the chain, in forward order
+        self._prefetched: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device; at most two units
+        self._order: list[int] = []  # the units that have offloaded weights; computed when it is needed
+        self._last, self._up = -1, True  # the place in that order that ran last, and the direction of the pass
         self._undo: list[Callable[[], object]] = []
-        self._side: SideStream | None = None
+        self._side: SideStream | None = None  # None: nothing is ever offloaded
         if form in ("int8", "nf4") or isinstance(place, OnHost):
-            self._surround(chain)
+            self._wrap_modules(chain)
 
-    def _surround(self, chain: Chain) -> None:
-        for parameter in chain.model.parameters():
-            if is_placeholder(parameter):
-                raise ConfigError("the model's weights rest with another BlockOptimizer; close() that one first")
+    def _wrap_modules(self, chain: Chain) -> None:
+        if any(is_placeholder(parameter) for parameter in chain.model.parameters()):
+            raise ConfigError("the model's weights are offloaded by another BlockOptimizer; close() that one first")
         for layer in chain.layers:
             for module in layer.modules.values():
-                uses = list(_matrices(module))
-                self._undo.append(wrap_forward(module, _Materialize(self, len(self._units), uses)))
-                self._units.append(list({id(use.parameter): use.parameter for use in uses}.values()))
-        hook = chain.model.register_state_dict_post_hook(_TrueWeights(self))
+                matrices = _matrices(module)
+                self._undo.append(wrap_forward(module, _MaterializeUnit(self, len(self._units), matrices)))
+                parameters = {id(p): p for owned in matrices.values() for p in owned.values()}
+                self._units.append(list(parameters.values()))
+        hook = chain.model.register_state_dict_post_hook(_StateDictHook(self))
         self._undo.append(hook.remove)
         self._side = SideStream(next(chain.model.parameters()).device)
 
-    # -- rest and wake --------------------------------------------------------------------------------------------
+    # -- offload and materialize ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def offload(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put away those of `parameters` that a module can be given as it runs."""
+        """Offload the matrices among `parameters`: a block is frozen."""
         if self._side is None:
             return
         for parameter in parameters:
             if parameter.ndim >= 2 and not is_placeholder(parameter):
-                self._put_away(parameter, parameter.data)
-        self._forget_order()
+                self._store(parameter, parameter.data)
+        self._forget_prefetched()
 
-    def _put_away(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _store(self, parameter: nn.Parameter, value: Tensor) -> None:
         assert self._side is not None
-        packed = quantize(value.to(parameter.device), self._form)
+        quantized = quantize(value.to(parameter.device), self._form)
         on_host = self._side.pinned(value)
         if isinstance(self._place, OnHost):
-            unwrapped = self._form in ("fp32", "bf16")
-            parts = (on_host,) if unwrapped else tuple(self._side.pinned(part) for part in packed.parts)
-            packed = Quantized(packed.format, packed.shape, packed.dtype, parts)
-        self._offloaded[parameter] = _Offloaded(on_host, packed)
-        replace_by_placeholder(parameter, packed.parts)
+            is_quantized = self._form in ("int8", "nf4")
+            parts = tuple(self._side.pinned(part) for part in quantized.parts) if is_quantized else (on_host,)
+            quantized = Quantized(quantized.format, quantized.shape, quantized.dtype, parts)
+        self._offloaded[parameter] = _OffloadedWeight(on_host, quantized)
+        replace_by_placeholder(parameter, quantized.parts)
 
     @torch.no_grad()
     def materialize(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give `parameters` their own values back, on their device: a block becomes active, or the run is over."""
         for parameter in parameters:
-            rested = self._offloaded.pop(parameter, None)
-            if rested is not None:
-                restore_value(parameter, rested.value.to(parameter.device, copy=True))
-        self._forget_order()
+            offloaded = self._offloaded.pop(parameter, None)
+            if offloaded is not None:
+                restore_value(parameter, offloaded.value.to(parameter.device, copy=True))
+        self._forget_prefetched()
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """The value of `parameter` before it was packed, on the host; not to be changed."""
-        rested = self._offloaded.get(parameter)
-        return parameter.data.cpu() if rested is None else rested.value
+        """The value of `parameter` before it was quantized, on the host; must not be changed."""
+        offloaded = self._offloaded.get(parameter)
+        return parameter.data.cpu() if offloaded is None else offloaded.value
 
     @torch.no_grad()
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Put `value` in the place of what `parameter` was, at rest or awake."""
+        """Give `parameter` another value, whether it is offloaded or not."""
         if parameter in self._offloaded:
-            self._put_away(parameter, value.to(parameter.dtype, copy=True))
-            self._forget_order()
+            self._store(parameter, value.to(parameter.dtype, copy=True))
+            self._forget_prefetched()
         else:
             parameter.copy_(value)
 
     def close(self) -> None:
-        """Wake everything and leave the model as it would be without."""
+        """Materialize everything and remove the wrappers: the model is an ordinary one again."""
         self.materialize(list(self._offloaded))
         while self._undo:
             self._undo.pop()()
 
     def device_bytes(self, parameter: nn.Parameter) -> int:
-        """What `parameter` takes on its device while it is frozen."""
+        """Device memory of `parameter` while it is frozen."""
         if self._side is None or parameter.ndim < 2:
             return parameter.nbytes
         if isinstance(self._place, OnHost):
@@ -146,44 +147,46 @@ class OffloadedWeights:
         return sum(part.nbytes for part in quantize(torch.empty_like(parameter, device="meta"), self._form).parts)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What is held: packed on the device ("frozen") or on the "host"; copies on their way are frozen, too."""
-        on_host = isinstance(self._place, OnHost)
-        packed = [part for rested in self._offloaded.values() for part in rested.packed.parts]
-        coming = [part for unit in self._coming.values() for parts in unit.values() for part in parts]
-        values = [rested.value for rested in self._offloaded.values()]
-        return {"frozen": coming if on_host else packed, "host": [*values, *packed] if on_host else values}
+        """All tensors stored here: "frozen" are those on the device, with prefetched copies; "host" the others."""
+        values = [offloaded.value for offloaded in self._offloaded.values()]
+        quantized = [part for offloaded in self._offloaded.values() for part in offloaded.quantized.parts]
+        if isinstance(self._place, OnDevice):
+            return {"frozen": quantized, "host": values}
+        prefetched = [part for unit in self._prefetched.values() for parts in unit.values() for part in parts]
+        return {"frozen": prefetched, "host": [*values, *quantized]}
 
     # -- as the model runs ----------------------------------------------------------------------------------------
 
-    def materialized(self, unit: int) -> dict[nn.Parameter, Tensor]:
-        """New tensors with the values of a unit's resting weights; what the next unit needs is on its way after."""
+    def unit_weights(self, unit: int) -> dict[nn.Parameter, Tensor]:
+        """New tensors with the values of a unit's offloaded weights. Under `OnHost` the next unit is prefetched."""
         if self._side is None or not any(parameter in self._offloaded for parameter in self._units[unit]):
             return {}
-        # What is made in inference mode could not be kept for a backward pass later.
+        # A tensor made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            parts = self._coming.pop(unit, None) or self._fetch(unit)
+            parts = self._prefetched.pop(unit, None) or self._fetch(unit)
             self._side.join()
             if isinstance(self._place, OnHost):
-                following = self._following(unit)
-                coming = {at: self._coming.get(at) for at in following}
-                self._coming = {unit: parts}
-                self._coming.update({at: found or self._fetch(at) for at, found in coming.items()})
-            return {parameter: self._offloaded[parameter].packed.dequantize(mine) for parameter, mine in parts.items()}
+                following = self._next_unit(unit)
+                on_its_way = None if following is None else self._prefetched.get(following)
+                self._prefetched = {unit: parts}  # older copies are freed before another one is made
+                if following is not None:
+                    self._prefetched[following] = on_its_way or self._fetch(following)
+            return {p: self._offloaded[p].quantized.dequantize(mine) for p, mine in parts.items()}
 
     def _fetch(self, unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
-        """Start to copy a unit's packed weights to the device."""
+        """Start to copy a unit's quantized weights to the device."""
         side = self._side
         assert side is not None
         return {
-            parameter: tuple(side.to_device(part) for part in self._offloaded[parameter].packed.parts)
+            parameter: tuple(side.to_device(part) for part in self._offloaded[parameter].quantized.parts)
             for parameter in self._units[unit]
             if parameter in self._offloaded
         }
 
-    def _following(self, unit: int) -> list[int]:
-        """The unit that will run next: the one above in a forward pass, below where a backward pass computes again.
+    def _next_unit(self, unit: int) -> int | None:
+        """The unit that will run next: the one above in a forward pass, the one below where a backward pass recomputes.
 
-        A pass turns at the unit where the one before it ended; any jump is the start of a forward pass.
+        A pass turns at the unit where the pass before it ended. Any jump is the start of a forward pass.
         """
         if not self._order:
             self._order = [at for at, mine in enumerate(self._units) if any(p in self._offloaded for p in mine)]
@@ -195,73 +198,63 @@ class OffloadedWeights:
             self._up = place != self._last - 1
         self._last = place
         following = place + (1 if self._up else -1)
-        return [self._order[following]] if 0 <= following < len(self._order) else []
+        return self._order[following] if 0 <= following < len(self._order) else None
 
-    def _forget_order(self) -> None:
+    def _forget_prefetched(self) -> None:
+        """The set of offloaded weights has changed: drop the copies and the order of units."""
         if self._side is not None:
-            self._side.join()  # no copy may be under way into memory that is given back
-        self._coming, self._order = {}, []
+            self._side.join()  # no copy may be under way into memory that is freed
+        self._prefetched, self._order = {}, []
 
 
-@dataclass(frozen=True)
-class _Use:
-    """Where a module holds a parameter."""
-
-    owner: nn.Module
-    attribute: str
-    parameter: nn.Parameter
-
-
-def _matrices(module: nn.Module) -> Iterator[_Use]:
-    for owner in module.modules():
-        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.ndim >= 2:
-                yield _Use(owner, attribute, parameter)
+def _matrices(module: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
+    """By the submodule that holds them and their attribute names: parameters with at least two dimensions."""
+    found = {
+        owner: {
+            attribute: parameter
+            for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter.ndim >= 2
+        }
+        for owner in module.modules()
+    }
+    return {owner: parameters for owner, parameters in found.items() if parameters}
 
 
 @dataclass(frozen=True, eq=False)
-class _Materialize:
-    """Around one module of the chain: its resting weights are awake while it runs."""
+class _MaterializeUnit:
+    """The wrapper around one module of the chain: its offloaded weights are materialized while it runs."""
 
-    resting: OffloadedWeights
+    weights: OffloadedWeights
     unit: int
-    uses: list[_Use]
+    matrices: dict[nn.Module, dict[str, nn.Parameter]]
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _standing_in(self.resting.materialized(self.unit), self.uses):
+        values = self.weights.unit_weights(self.unit)
+        with ExitStack() as stack:
+            for owner, parameters in self.matrices.items():
+                materialized = {attribute: values[p] for attribute, p in parameters.items() if p in values}
+                stack.enter_context(substituted_parameters(owner, materialized))
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of the model without memory has nothing to wake."""
-        return unwrapped
-
-
-@contextmanager
-def _standing_in(materialized: dict[nn.Parameter, Tensor], uses: Iterable[_Use]) -> Iterator[None]:
-    standing = [use for use in uses if use.parameter in materialized]
-    for use in standing:
-        use.owner._parameters[use.attribute] = materialized[use.parameter]  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        for use in standing:
-            use.owner._parameters[use.attribute] = use.parameter
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        """A copy of the model without memory has nothing to materialize."""
+        return no_wrapper
 
 
 @dataclass(eq=False)
-class _TrueWeights:
-    """Makes `model.state_dict()` hold what resting weights stand for, on the host."""
+class _StateDictHook:
+    """Makes `model.state_dict()` hold the values of offloaded weights, on the host."""
 
-    resting: OffloadedWeights
+    weights: OffloadedWeights
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if is_placeholder(parameter) and prefix + name in state:
-                state[prefix + name] = self.resting.value(parameter)
+                state[prefix + name] = self.weights.value(parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return _no_hook
 
 
-def _nothing(*_: Any) -> None:
-    """In a copy of the model without memory."""
+def _no_hook(*_: Any) -> None:
+    """The hook of a copy of the model."""

@@ -1,20 +1,20 @@
-"""What each kind of tensor is stored in, as one typed value; and the exact split of fp32 into bf16 and 16 bits.
+"""The storage format of each kind of tensor, as one typed value; and the exact split of fp32 into bf16 and 16 low bits.
 
                 frozen weights   computed in   master              between visits
     fp32        fp32             fp32          none                -
     bf16        bf16             bf16          fp32, active block  rebuilt from bf16
-    bf16-exact  bf16             bf16          fp32, active block  bf16 + remainder
-    int8, nf4   8 or 4 bits      bf16          fp32, active block  bf16 + remainder
+    bf16-exact  bf16             bf16          fp32, active block  bf16 + low bits
+    int8, nf4   8 or 4 bits      bf16          fp32, active block  bf16 + low bits
 
-A frozen weight needs only what the model computes with, or less. What that leaves out is not thrown away when a block
-retires (but under `BF16`):
+A frozen weight needs only the precision that the model computes with, or less. What this leaves out of the master is
+kept when a block retires (except under `BF16`):
 
     fp32 master   s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
     bf16 half     s eeeeeeee mmmmmmm                    rounded to nearest: what the model computes with
-    remainder                        rrrrrrrrrrrrrrrr   signed 16 bits, on the host: master - half, in last places
+    low bits                         rrrrrrrrrrrrrrrr   signed 16 bits, on the host: master - half, in last places
 
-ReplicatedBase they give the master back bit for bit. (Rebuilding a master from bf16 alone keeps 63 % of the movement at
-learning rate 1e-6 and 100 steps a visit, as measured on a tool that does so.)
+Together they give the master back bit for bit. (A tool that rebuilds masters from bf16 alone was measured to keep 63 %
+of the movement, at learning rate 1e-6 and 100 steps a visit.)
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Moments = Literal["fp32", "8bit"]
 class Precision:
     """Formats of a run's tensors.
 
-    name: of the preset, as a configuration gives it.
-    frozen: of frozen blocks' matrices; their norms and biases stay in `compute`.
-    compute: of the active block's weights and of all activations.
-    master: of the copy that the optimizer moves; None where it moves the weights themselves.
-    remainder: whether what `compute` leaves out of the master outlives a visit.
-    accumulation: of the sum of micro-batches' gradients.
-    moments: of the optimizer's two averages, if it keeps two; in fp32 they have the master's dtype.
+    name: the preset's name, as a configuration gives it.
+    frozen: the format of frozen blocks' matrices; their norms and biases stay in `compute`.
+    compute: the dtype of the active block's weights and of all activations.
+    master: the dtype of the copy that the optimizer updates; None if it updates the weights themselves.
+    low_bits: whether what `compute` leaves out of the master is kept between visits.
+    accumulation: the dtype in which gradients of micro-batches are summed.
+    moments: the format of the optimizer's two averages, if it has two; "fp32" means the master's dtype.
     """
 
     name: str
     frozen: Format
     compute: torch.dtype
     master: torch.dtype | None = torch.float32
-    remainder: Literal["kept", "dropped"] = "kept"
+    low_bits: Literal["kept", "dropped"] = "kept"
     accumulation: torch.dtype = torch.float32
     moments: Moments = "fp32"
 
@@ -67,18 +67,18 @@ class Precision:
         return self.master is not None
 
     @property
-    def packs(self) -> bool:
-        """Whether frozen weights rest in less than 16 bits, in another form than they are computed with."""
+    def is_quantized(self) -> bool:
+        """Whether frozen weights are stored in less than 16 bits, in another format than they are computed with."""
         return self.frozen in ("int8", "nf4")
 
     @property
     def keeps_low_bits(self) -> bool:
-        """Whether frozen blocks leave on the host what makes their masters exact."""
-        return self.has_master and self.remainder == "kept"
+        """Whether frozen blocks keep on the host what makes their masters exact."""
+        return self.has_master and self.low_bits == "kept"
 
 
 FP32 = Precision(name="fp32", frozen="fp32", compute=torch.float32, master=None)
-BF16 = Precision(name="bf16", frozen="bf16", compute=torch.bfloat16, remainder="dropped")
+BF16 = Precision(name="bf16", frozen="bf16", compute=torch.bfloat16, low_bits="dropped")
 BF16_EXACT = Precision(name="bf16-exact", frozen="bf16", compute=torch.bfloat16)
 INT8 = Precision(name="int8", frozen="int8", compute=torch.bfloat16)
 NF4 = Precision(name="nf4", frozen="nf4", compute=torch.bfloat16)
@@ -88,46 +88,46 @@ PRESETS = {precision.name: precision for precision in (FP32, BF16, BF16_EXACT, I
 def preset(name: str) -> Precision:
     """The precision called `name`; raises `ConfigError` naming the nearest one."""
     if name not in PRESETS:
-        half = name.lower() in ("fp16", "float16", "half", "bfloat16")  # "bf16" is nearer, and loses updates
-        raise ConfigError(f"precision '{name}' is unknown; {nearest('bf16-exact' if half else name, PRESETS)}")
+        is_16_bit = name.lower() in ("fp16", "float16", "half", "bfloat16")  # "bf16" is nearer, but loses updates
+        raise ConfigError(f"precision '{name}' is unknown; {nearest('bf16-exact' if is_16_bit else name, PRESETS)}")
     return PRESETS[name]
 
 
-# Scalars split or joined at a time: what is in between takes 4 to 8 bytes each, and a block's matrix can be large.
-# (Tensors are made by `new_empty`: of a weight without memory it makes one without memory.)
-_AT_A_TIME = 2**22
+# Scalars that are split or joined at a time: intermediate values take 4 to 8 bytes each, and a matrix can be large.
+# (Results are made with `new_empty`, so that a fake tensor gives a fake tensor.)
+_CHUNK = 2**22
 
 
 def half(master: Tensor) -> Tensor:
-    """fp32 of any shape -> the bf16 that stands for it in the model.
+    """fp32 of any shape -> bf16, the value that the model computes with.
 
-    Rounds half up: unbiased to 3e-6, where truncation, as exact, would shrink every weight by 0.3 %. A NaN stays one:
-    rounding would carry 0x7fffffff, the NaN that GPUs make, into -0.0.
+    Ties are rounded up: the bias is 3e-6, where truncation, which would be as exact, shrinks every weight by 0.3 %. NaN
+    stays NaN: rounding alone would carry 0x7fffffff, the NaN that GPUs make, into -0.0.
     """
     upper = master.new_empty(master.shape, dtype=torch.bfloat16)
-    for part, into in zip(_pieces(master), _pieces(upper), strict=True):
+    for part, into in zip(_chunks(master), _chunks(upper), strict=True):
         bits = part.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
         into.copy_(bits.to(torch.int16).view(torch.bfloat16).masked_fill_(part.isnan(), torch.nan))
     return upper
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 of any shape -> (bf16 half, int16 remainder) of the same shape."""
+    """fp32 of any shape -> (bf16 half, int16 low bits) of the same shape."""
     upper = half(master)
-    remainder = master.new_empty(master.shape, dtype=torch.int16)
-    for part, high, into in zip(_pieces(master), _pieces(upper), _pieces(remainder), strict=True):
+    low_bits = master.new_empty(master.shape, dtype=torch.int16)
+    for part, high, into in zip(_chunks(master), _chunks(upper), _chunks(low_bits), strict=True):
         into.copy_(part.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16))
-    return upper, remainder
+    return upper, low_bits
 
 
-def join(upper: Tensor, remainder: Tensor) -> Tensor:
-    """(bf16 half, int16 remainder) -> the fp32 master they were split from, bit for bit (a NaN: as some NaN)."""
+def join(upper: Tensor, low_bits: Tensor) -> Tensor:
+    """(bf16 half, int16 low bits) -> the fp32 master they were split from, bit for bit (NaN becomes some NaN)."""
     master = upper.new_empty(upper.shape, dtype=torch.float32)
-    for high, low, into in zip(_pieces(upper), _pieces(remainder), _pieces(master), strict=True):
+    for high, low, into in zip(_chunks(upper), _chunks(low_bits), _chunks(master), strict=True):
         bits = into.view(torch.int32)
         bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
     return master
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.contiguous().view(-1).split(_AT_A_TIME)
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.contiguous().view(-1).split(_CHUNK)

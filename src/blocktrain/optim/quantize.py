@@ -1,16 +1,16 @@
-"""Weights in 8 or 4 bits while nothing computes with them, and back.
+"""Quantizes weights to 8 or 4 bits while nothing computes with them, and dequantizes them.
 
     int8   symmetric, one bf16 scale for 128 weights: 8.125 bits a weight
     nf4    NormalFloat4, the 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA, appendix E), one bf16
            scale for 64 weights, two codes a byte, the first in the high half: 4.25 bits a weight
 
-Groups run over the flattened weight; the last one is padded with zeros. A weight comes back as its code times its
+Groups run over the flattened weight; the last one is padded with zeros. A dequantized weight is its code times its
 group's scale, computed in fp32 and rounded once, so every device and kernel gives the same value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -28,20 +28,21 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_CHUNK = 2**22  # weights packed or unpacked at a time, whole groups: what is computed in fp32 in between stays small
+_CHUNK = 2**22  # weights quantized or dequantized at a time (whole groups), so that fp32 intermediates stay small
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """One weight's resting form. `parts` are all the tensors it takes: codes and scales, or the weight itself."""
+    """One quantized weight. `parts` are all its tensors: codes and scales, or for fp32 and bf16 the weight itself."""
 
     format: Format
     shape: torch.Size
-    dtype: torch.dtype  # of the weight it unpacks to
+    dtype: torch.dtype  # of the dequantized weight
     parts: tuple[Tensor, ...]
 
     def dequantize(self, parts: tuple[Tensor, ...] | None = None) -> Tensor:
-        """The weight on the device of `parts`, copies of this one's; a new tensor unless it rests as it is."""
+        """The weight, from `self.parts` or from copies of them on another device. A new tensor, except for fp32 and
+        bf16."""
         parts = self.parts if parts is None else parts
         match self.format:
             case "int8":
@@ -56,7 +57,7 @@ class Quantized:
 
 @torch.no_grad()
 def quantize(weight: Tensor, form: Format) -> Quantized:
-    """The resting form of `weight`, on its device; `fp32` and `bf16` are the weight as it is."""
+    """Quantize `weight` on its device. "fp32" and "bf16" leave it as it is."""
     match form:
         case "int8":
             parts = _in_chunks(weight, _quantize_int8)
@@ -72,16 +73,17 @@ def _groups(flat: Tensor, size: int) -> Tensor:
     return pad(flat, (0, -flat.numel() % size)).view(-1, size).float()
 
 
-def _in_chunks(weight: Tensor, pack_flat: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _in_chunks(weight: Tensor, quantize_flat: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Codes and scales of the whole weight."""
-    packed = [pack_flat(part) for part in weight.reshape(-1).split(_CHUNK)]
-    return torch.cat([codes for codes, _ in packed]), torch.cat([scales for _, scales in packed])
+    chunks = [quantize_flat(part) for part in weight.reshape(-1).split(_CHUNK)]
+    return torch.cat([codes for codes, _ in chunks]), torch.cat([scales for _, scales in chunks])
 
 
 def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
     groups = _groups(flat, INT8_GROUP)
     scales = (groups.abs().amax(1) / 127).to(torch.bfloat16)
-    # A scale that bf16 rounded down leaves its largest weight up to 0.25 above 127: less than rounding loses anyway.
+    # Where bf16 rounds a scale down, the largest weight's code is up to 0.25 above 127: less than rounding loses
+    # anyway.
     codes = groups.div_(_divisor(scales)).round_().clamp_(-127, 127).to(torch.int8)
     return codes, scales
 
@@ -107,27 +109,24 @@ def _dequantize_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: tor
         weight = torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
         return weight.view(-1)[: shape.numel()].view(shape)
     values = torch.tensor(NF4_VALUES, device=codes.device)
-    pairs = torch.cartesian_prod(values, values)  # (256, 2): what each byte stands for
+    pairs = torch.cartesian_prod(values, values)  # (256, 2): the two values of each byte
     weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
-    for start, end in _chunks(weight.numel()):
-        found = pairs[codes[start // 2 : end // 2].int()].view(-1, NF4_GROUP)
-        found *= scales[start // NF4_GROUP : end // NF4_GROUP].unsqueeze(1)
-        weight[start:end] = found.view(-1)
+    for start in range(0, weight.numel(), _CHUNK):
+        end = min(start + _CHUNK, weight.numel())
+        groups = pairs[codes[start // 2 : end // 2].int()].view(-1, NF4_GROUP)
+        groups *= scales[start // NF4_GROUP : end // NF4_GROUP].unsqueeze(1)
+        weight[start:end] = groups.view(-1)
     return weight[: shape.numel()].view(shape)
 
 
 def _divisor(scales: Tensor) -> Tensor:
-    """A group of zeros has scale 0, and any code will do."""
+    """The scales to divide by. A group of zeros has scale 0, and any code will do."""
     return scales.float().masked_fill_(scales == 0, 1).unsqueeze(1)
-
-
-def _chunks(length: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK))
 
 
 @cache
 def has_bitsandbytes() -> bool:
-    """Whether bitsandbytes is installed; its kernels then are."""
+    """Whether bitsandbytes is installed. Importing it here registers its kernels."""
     if find_spec("bitsandbytes") is None:
         return False
     import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -1,13 +1,15 @@
-"""Where a block's optimizer state stays while the block is frozen: nowhere, on the host, or on disk.
+"""Where a block's optimizer state is stored while the block is frozen: nowhere, on the host, or on disk.
 
-State is `{parameter name: {key: value}}`, the values being tensors or plain numbers as the optimizer keeps them.
+State is `{parameter name: {key: value}}`, with tensors or plain numbers as values, as the optimizer keeps them.
 
-`put` and `prefetch` return at once and work goes on behind the steps; `get` waits for it, and what went wrong is raised
-at the store's next use. A crash in between loses what was being written, which nobody misses: a run goes on from its
-last checkpoint, and making that one waited.
+`put` and `prefetch` return at once and the work goes on in the background; `get` waits for it, and an error is raised
+at the store's next use. A crash loses what was still being written. That does no harm, because a run resumes from its
+last checkpoint, and saving that checkpoint waited for the state.
 
-    visit to block 1      | steps ...                        | retire    | visit to block 2: steps ...
-    behind it             | write state 0, read state 2      |           | write state 1, read state 0
+    training      | visit to block 1: steps ...     | retire    | visit to block 2: steps ...
+    background    | write state 0, read state 2     |           | write state 1, read state 0
+
+A new kind of store is a class with the methods of `StateStore` and an entry in `STATE_STORES`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, storage_errors
+from blocktrain.errors import CheckpointError, ConfigError, nearest, storage_errors
 from blocktrain.optim.background_worker import BackgroundWorker
 from blocktrain.runtime import SideStream
 
@@ -35,18 +37,18 @@ _SEPARATOR = "//"  # between a parameter's name and its state's key, in files
 
 
 class StateStore(Protocol):
-    """Keeps the optimizer state of frozen blocks."""
+    """Stores the optimizer state of frozen blocks."""
 
     def put(self, block: int, state: BlockState) -> None:
-        """Take the state of a block that retires."""
+        """Store the state of a block that retires. The tensors may be changed as soon as this returns."""
         ...
 
     def prefetch(self, block: int) -> None:
-        """`get` will be asked for this block: begin to read."""
+        """`get` will be called for this block: start to read."""
         ...
 
     def get(self, block: int) -> BlockState | None:
-        """The state kept for a block, on the host; None where there is none."""
+        """The state stored for a block, on the host; None if there is none."""
         ...
 
     def holds(self, block: int) -> bool:
@@ -54,13 +56,13 @@ class StateStore(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget everything: a run starts, or goes back to a checkpoint."""
+        """Forget everything: a run starts, or resumes from a checkpoint."""
         ...
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Forget it: each visit starts with fresh moments (the paper's Algorithm 1, line 7)."""
+    """Store nothing: each visit starts with fresh moments (the paper's Algorithm 1, line 7)."""
 
     def put(self, block: int, state: BlockState) -> None:
         """Forget `state`."""
@@ -77,30 +79,33 @@ class Drop:
         return False
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Nothing is stored."""
 
 
 @dataclass(frozen=True)
 class KeepOnHost:
-    """Keep it in host memory: 8 bytes a parameter for Adam. From a GPU it is copied to page-locked memory behind the
-    steps; the way back is one copy at activation, as a second set of moments on the device would be the peak."""
+    """Store state in host memory: 8 bytes a parameter for Adam.
+
+    From a GPU it is copied to page-locked memory in the background. The way back is one copy at activation, because a
+    prefetched second set of moments on the device would raise the peak.
+    """
 
     kept: dict[int, BlockState] = field(default_factory=dict, init=False, repr=False)
     _copying: list[SideStream] = field(default_factory=list, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
-        """Move `state` to the host and keep it."""
+        """Start to copy `state` to the host."""
         self._wait()
         devices = {value.device for entries in state.values() for value in entries.values() if torch.is_tensor(value)}
         streams = {device: SideStream(device) for device in devices}
         self._copying.extend(streams.values())
-        self.kept[block] = _mapped(state, lambda value: streams[value.device].to_host(value.detach()))
+        self.kept[block] = _map_tensors(state, lambda value: streams[value.device].to_host(value.detach()))
 
     def prefetch(self, block: int) -> None:
-        """It is there."""
+        """Nothing to read: the state is in host memory."""
 
     def get(self, block: int) -> BlockState | None:
-        """What was put last for this block."""
+        """The state that was put last for this block."""
         self._wait()
         return self.kept.get(block)
 
@@ -120,38 +125,39 @@ class KeepOnHost:
 
 @dataclass(frozen=True)
 class KeepOnDisk:
-    """Keep it in `folder`, one safetensors file a block, replaced whole. What an earlier run left there is deleted.
+    """Store state in `folder`, one safetensors file a block. A file is replaced as a whole; files of an earlier run are
+    deleted.
 
-    A thread writes and reads, one file after another. Host memory: the states under way, one or two blocks'.
+    One thread writes and reads, one file after another. Host memory: the states on their way, of one or two blocks.
     """
 
     folder: Path
     kept: set[int] = field(default_factory=set, init=False, repr=False)
-    _behind: BackgroundWorker = field(default_factory=lambda: BackgroundWorker("state"), init=False, repr=False)
+    _worker: BackgroundWorker = field(default_factory=lambda: BackgroundWorker("state"), init=False, repr=False)
     _read: dict[int, Future[BlockState]] = field(default_factory=dict, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
-        """Take a copy of `state` and begin to write it."""
+        """Copy `state` to the host and start to write it."""
         copy = to_host(state)
         self._read.pop(block, None)
-        self._behind.wait()
-        self._behind.submit(lambda: self._write(block, copy))
+        self._worker.wait()
+        self._worker.submit(lambda: self._write(block, copy))
         self.kept.add(block)
 
     def prefetch(self, block: int) -> None:
-        """Begin to read what was put last for this block."""
+        """Start to read the state that was put last for this block."""
         if block in self.kept and block not in self._read:
-            self._read[block] = self._behind.submit(lambda: self._load(block))
+            self._read[block] = self._worker.submit(lambda: self._load(block))
 
     def get(self, block: int) -> BlockState | None:
-        """Read what was put last for this block.
+        """The state that was put last for this block.
 
         Raises `StorageError` if it could not be written, `CheckpointError` if its file is damaged or gone."""
         if block not in self.kept:
             return None
         self.prefetch(block)
         read = self._read.pop(block)
-        self._behind.wait()
+        self._worker.wait()
         return read.result()
 
     def holds(self, block: int) -> bool:
@@ -159,9 +165,9 @@ class KeepOnDisk:
         return block in self.kept
 
     def clear(self) -> None:
-        """Delete this store's files; others in the folder stay."""
+        """Delete this store's files; other files in the folder stay."""
         self._read.clear()
-        self._behind.forget()
+        self._worker.forget()
         self.kept.clear()
         with storage_errors(self.folder):
             for path in Path(self.folder).glob("block-*.safetensors"):
@@ -188,39 +194,56 @@ class KeepOnDisk:
         return Path(self.folder) / f"block-{block}.safetensors"
 
 
-class Kept:
-    """The states of frozen blocks: in `store`, but for those of the visit that a checkpoint was taken in, which wait
-    here for their blocks' next activation, whatever the store does."""
+StoreFactory = Callable[[Path], StateStore]
+
+# Name, as in `optimizer.state` of a configuration -> what makes the store of one rank, given its folder.
+STATE_STORES: dict[str, StoreFactory] = {
+    "drop": lambda folder: Drop(),
+    "host": lambda folder: KeepOnHost(),
+    "disk": KeepOnDisk,
+}
+
+
+def make_state_store(name: str, folder: Path) -> StateStore:
+    """The store registered under `name`. `folder` is its own, if it needs one. Raises `ConfigError` for other names."""
+    if name not in STATE_STORES:
+        raise ConfigError(f"optimizer.state '{name}' is unknown; {nearest(name, STATE_STORES)}")
+    return STATE_STORES[name](folder)
+
+
+class FrozenStates:
+    """The states of all frozen blocks: in `store`, except the states of blocks that were active when the checkpoint was
+    saved. These are pending here until their block's next activation, whatever the store does with state."""
 
     def __init__(self, store: StateStore):
         self.store = store
-        self.waiting: dict[int, BlockState] = {}
+        self.pending: dict[int, BlockState] = {}
 
     def get(self, block: int) -> BlockState | None:
-        """A block's state on the host, not to be changed; None where there is none."""
-        return self.waiting[block] if block in self.waiting else self.store.get(block)
+        """A block's state on the host, which must not be changed; None if there is none."""
+        return self.pending[block] if block in self.pending else self.store.get(block)
 
     def take(self, block: int) -> BlockState | None:
-        """The same, for its activation."""
+        """As `get`, for the block's activation: its state is no longer pending."""
         state = self.get(block)
-        self.waiting.pop(block, None)
+        self.pending.pop(block, None)
         return state
 
     def holds(self, block: int) -> bool:
         """Whether `get` would return something."""
-        return block in self.waiting or self.store.holds(block)
+        return block in self.pending or self.store.holds(block)
 
     def load(self, states: Mapping[int, BlockState], *, active: Collection[int]) -> None:
-        """Forget everything and take `states`, of which those of `active` wait."""
+        """Forget everything and take `states`; those of the blocks `active` become pending."""
         self.store.clear()
-        self.waiting = {index: state for index, state in states.items() if index in active}
+        self.pending = {index: state for index, state in states.items() if index in active}
         for index, state in states.items():
             if index not in active:
                 self.store.put(index, state)
 
 
-def _mapped(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState:
-    """`state` with each tensor changed."""
+def _map_tensors(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState:
+    """`state` with `change` applied to each tensor."""
     return {
         name: {key: change(value) if torch.is_tensor(value) else value for key, value in entries.items()}
         for name, entries in state.items()
@@ -228,12 +251,12 @@ def _mapped(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState
 
 
 def to_host(state: BlockState) -> BlockState:
-    """A copy of `state` in host memory, detached from the optimizer that goes on changing it."""
-    return _mapped(state, lambda value: value.detach().to("cpu", copy=True))
+    """A copy of `state` in host memory, which the optimizer's next steps do not change."""
+    return _map_tensors(state, lambda value: value.detach().to("cpu", copy=True))
 
 
 def encode_state(state: BlockState) -> bytes:
-    """safetensors bytes; plain numbers travel in the header."""
+    """The state in safetensors format; plain numbers are in its header."""
     tensors, numbers = {}, {}
     for name, entries in state.items():
         for key, value in entries.items():
@@ -245,8 +268,11 @@ def encode_state(state: BlockState) -> bytes:
 
 
 def decode_state(data: bytes) -> BlockState:
-    """What `encode_state` wrote, in alphabetical order: safetensors has none, and ranks that go through their states
-    together must meet the same tensors. Nothing is unpickled."""
+    """The inverse of `encode_state`; nothing is unpickled.
+
+    Names and keys are sorted, because safetensors keeps no order, and ranks that iterate over their states together
+    must meet the same tensors.
+    """
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     numbers: Mapping[str, Any] = json.loads(header["__metadata__"]["numbers"])
     state: BlockState = {}

@@ -44,7 +44,7 @@ class Pipeline:
         pipeline = Pipeline(ranks, partition, PipelineConfig(), costs=costs)
         optimizer = BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4)
         for visit in schedule.visits(partition):
-            with optimizer.visit(pipeline.share(visit.block)), pipeline.visit(optimizer.in_visit):
+            with optimizer.visit(pipeline.share(visit.block)), pipeline.visit(optimizer.active_block):
                 loss = pipeline.backward(micro_batches, weights=[1 / len(micro_batches)] * len(micro_batches))
                 pipeline.clip_grad_norm(1.0)
                 optimizer.step()

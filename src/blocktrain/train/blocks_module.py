@@ -49,15 +49,15 @@ class BlocksModule:
     @property
     def active_block(self) -> int | None:
         """See `TrainModule`."""
-        return None if self._optimizer.active is None else self._optimizer.active.index
+        return None if self._optimizer.block is None else self._optimizer.block.index
 
     @contextmanager
     def visit(self, visit: Visit, following: Visit | None) -> Iterator[None]:
         """See `TrainModule`."""
         block = self._parallel.share(visit.block)
-        with self._optimizer.visit(block), self._parallel.visit(self._optimizer.in_visit):
+        with self._optimizer.visit(block), self._parallel.visit(self._optimizer.active_block):
             if following is not None:
-                self._optimizer.expect(following.block)
+                self._optimizer.prefetch_state(following.block)
             yield
 
     def begin_step(self, step: int, lr_factor: float) -> None:
@@ -84,7 +84,7 @@ class BlocksModule:
 
     def trained_buffers(self) -> Iterator[Tensor]:
         """See `TrainModule`."""
-        block = self._optimizer.active
+        block = self._optimizer.block
         for module in block.modules() if block is not None else ():
             yield from module.buffers()
 

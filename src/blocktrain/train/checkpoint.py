@@ -85,7 +85,7 @@ class CheckpointSource(Protocol):
         """The step that last moved each block."""
         ...
 
-    def position(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Plain values."""
         ...
 
@@ -145,7 +145,7 @@ def save_checkpoint(
                 "log_bytes": saved.log_bytes,
                 "data": saved.data,
                 "precision": trained.precision.name,
-                "optimizer": trained.position(),
+                "optimizer": trained.progress(),
                 "files": _write_files(temporary, partition, trained, _previous(existing, partition, trained)),
             }
             _write(temporary / MANIFEST, json.dumps({**contents, "sha256": _digest(contents)}, indent=1).encode())

@@ -18,6 +18,7 @@ from blocktrain.cache.cost_model import PrefixConfig
 from blocktrain.chain.checkpointing import Boundaries
 from blocktrain.chain.load import ModelConfig
 from blocktrain.chain.partition import Balance, Pieces
+from blocktrain.contrib.learning_tail import Rule, Tail
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
@@ -26,7 +27,6 @@ from blocktrain.data.text import TextConfig
 from blocktrain.errors import ConfigError, first_line
 from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.learning_rate import LearningRate
-from blocktrain.optim.learning_tail import Rule, Tail
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.parallel.data_parallel import DistributedConfig
 from blocktrain.schedule import Schedule, Span, make_schedule
@@ -117,7 +117,7 @@ class ScheduleConfig:
 class OptimizerConfig:
     """The optimizer of the active block.
 
-    name: a class of `torch.optim`.
+    name: a class of `torch.optim`, or one of your own by its path, "package.module:Class".
     lr: its learning rate, before `[learning_rate]` shapes it.
     options: further arguments of the class.
     decay: what is decayed: "weights" leaves norms and biases out.

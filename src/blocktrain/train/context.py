@@ -16,18 +16,19 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.load import load_model
 from blocktrain.chain.partition import partition
 from blocktrain.contrib.identity_layers import IdentityLayers
+from blocktrain.contrib.learning_tail import Tail
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.shuffle import ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.errors import ConfigError, DataError
 from blocktrain.modules.chunked_loss import check_chunked
 from blocktrain.modules.kernels import choose_kernels
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import norms_and_biases, nothing
-from blocktrain.optim.learning_tail import Tail
+from blocktrain.optim.factory import find_optimizer_class
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import FP32, preset
-from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.state import make_state_store
 from blocktrain.parallel.fsdp import require_whole
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.parallel.stages import PipelineConfig, require_stages
@@ -35,7 +36,7 @@ from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.build_task import build_task, require_separate_conversations
-from blocktrain.train.config import BlocksConfig, OptimizerConfig, RunConfig
+from blocktrain.train.config import BlocksConfig, RunConfig
 from blocktrain.train.task import Task, to_device
 from blocktrain.units import BatchGeometry
 
@@ -214,18 +215,18 @@ def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks
     for key in ("lr", "weight_decay"):
         if key in options.options:
             raise ConfigError(f"[optimizer] set {key} in the table itself, not in options")
-    cls = _optimizer_class(options.name)
+    cls = find_optimizer_class(options.name)
     keywords: dict[str, Any] = {"lr": options.lr, **options.options}
     if options.weight_decay is not None:
         keywords["weight_decay"] = options.weight_decay
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **keywords)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"[optimizer] torch.optim.{options.name} refuses these settings: {error}") from error
+        raise ConfigError(f"[optimizer] {options.name} refuses these settings: {error}") from error
     return BlockOptimizer(
         parts,
         cls,
-        state=_store(options, folder / "state" / f"rank-{ranks.rank}"),
+        state=make_state_store(options.state, folder / "state" / f"rank-{ranks.rank}"),
         precision=replace(FP32 if is_sharded(config, ranks) else preset(config.precision), moments=options.moments),
         frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
@@ -234,24 +235,3 @@ def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks
         in_backward=options.in_backward,
         **keywords,
     )
-
-
-def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    known = {
-        key
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    } - {"LBFGS", "SparseAdam"}  # LBFGS needs a closure, SparseAdam sparse gradients
-    if name not in known:
-        raise ConfigError(f"optimizer.name '{name}' is not a class of torch.optim; {nearest(name, known)}")
-    return getattr(torch.optim, name)
-
-
-def _store(options: OptimizerConfig, folder: Path) -> StateStore:
-    match options.state:
-        case "drop":
-            return Drop()
-        case "host":
-            return KeepOnHost()
-        case "disk":
-            return KeepOnDisk(folder)

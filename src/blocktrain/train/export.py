@@ -66,7 +66,7 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
 
 def _unpacked(name: str) -> str:
     """The precision that keeps the same, and no weight in less than bf16: packing is for training."""
-    return BF16_EXACT.name if preset(name).packs else name
+    return BF16_EXACT.name if preset(name).is_quantized else name
 
 
 @torch.no_grad()

@@ -84,9 +84,9 @@ class GatheredState(ABC):
         """The same on all processes."""
         return self.context.optimizer.changed_at
 
-    def position(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """The same on all processes."""
-        return self.context.optimizer.position()
+        return self.context.optimizer.progress()
 
     def block_weights(self, index: int) -> Mapping[str, Tensor]:
         """Fetched."""

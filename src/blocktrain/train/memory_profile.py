@@ -64,7 +64,7 @@ def predicted_peaks(
     a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
-    copy = optimizer.over((partition or optimizer.partition).over(fake.model))
+    copy = optimizer.rebind((partition or optimizer.partition).over(fake.model))
     members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
     trained = [copy.partition.union(mine) for mine in members]
     with fake.running(), meta_scalars_read_as_one():

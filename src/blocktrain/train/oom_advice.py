@@ -45,7 +45,7 @@ def advise_when_out_of_memory(context: TrainingContext, memory: MemoryPeaks, doi
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors of the step that failed
-        active = context.optimizer.active
+        active = context.optimizer.block
         peaks = memory.blocks if active is None else memory.blocks[active.index : active.index + 1]
         parts = max((peak.parts for peak in peaks), key=lambda parts: sum(parts.values()))
         said = f"out of memory {doing}; {advice(context, parts)}; the last checkpoint is as it was"

@@ -1,4 +1,4 @@
-"""A tail that is moved inside the backward pass ends where gradients that are all kept would have brought it."""
+"""A tail moved inside the backward pass ends with the values that it has when all gradients are kept."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from blocktrain.chain.checkpointing import checkpointing
 from blocktrain.chain.partition import partition
+from blocktrain.contrib.learning_tail import Rule, Tail, orthogonalize
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import hidden_matrices
-from blocktrain.optim.learning_tail import Rule, Tail, orthogonalize
 from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT
 from blocktrain.schedule import Cyclic
 from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
 from blocktrain.units import Duration
 
-from .conftest import assert_nothing_moves
+from ..optim.conftest import assert_nothing_moves
 
 RATE, STEPS = 1e-2, 3
 
@@ -39,7 +39,7 @@ def direction(gradient: Tensor, *, orthogonal: bool) -> Tensor:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("rule", ["sgd", "newton-schulz"])
-def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpointed: bool, gpt2, batch) -> None:
+def test_the_tail_ends_where_kept_gradients_bring_it(rule: Rule, checkpointed: bool, gpt2, batch) -> None:
     plain = gpt2().eval()
     parts = partition(plain, num_blocks=3)
     matrices = hidden_matrices(parts) if rule == "newton-schulz" else set()
@@ -75,7 +75,7 @@ def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpoin
             assert all(p.grad is None for p in mine.tail_of(mine.partition[1]).values())
             mine.step()
             mine.zero_grad()
-    assert mine.position()["changed_at"] == [0, STEPS, STEPS]  # so that a checkpoint writes the tail anew
+    assert mine.progress()["changed_at"] == [0, STEPS, STEPS]  # so that the next checkpoint writes the tail, too
     for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(p, q), name
     fresh = dict(gpt2().named_parameters())
@@ -83,7 +83,7 @@ def test_the_tail_ends_where_kept_gradients_would_bring_it(rule: Rule, checkpoin
     assert all(torch.equal(p, before[name]) for name, p in mine.partition[0].parameters.items())
 
 
-def test_the_rate_follows_the_active_blocks(gpt2, batch) -> None:
+def test_its_learning_rate_follows_the_active_block(gpt2, batch) -> None:
     mine = optimizer(gpt2(), Tail(rule="sgd", share=0.5))
     name, weight = next(iter(mine.partition[2].parameters.items()))
     with mine.visit(mine.partition[0]):
@@ -101,8 +101,8 @@ def test_after_the_visit_nothing_moves(gpt2, batch) -> None:
 
 
 def test_one_gradient_of_the_tail_is_alive_at_a_time(gpt2, batch) -> None:
-    """The tracked peak of a visit, on real tensors as predicted: no more than that of the largest weight, and its bias,
-    beside the block's own gradients; and the block's own moments."""
+    """The tracked peak of a visit, as predicted and on real tensors, has the block's own gradients and moments, and at
+    most the gradients of the tail's largest weight and its bias."""
     step = StepShape(loss=lambda model: model(**batch(0)).loss, inputs=tuple(batch(0).values()))
     mine = optimizer(gpt2(), Tail(rule="sgd"))
     predicted = predicted_peaks(mine, step)
@@ -119,7 +119,7 @@ def test_what_cannot_have_a_tail_is_refused(tiny, gpt2) -> None:
     tail = Tail(rule="sgd")
     with pytest.raises(ConfigError, match=r"precision 'bf16-exact' have no master: set precision = 'fp32'"):
         optimizer(gpt2(), tail, precision=BF16_EXACT)
-    with pytest.raises(ConfigError, match=r"keeps them away: set memory.frozen = 'device'"):
+    with pytest.raises(ConfigError, match=r"offloads them: set memory.frozen = 'device'"):
         optimizer(gpt2(), tail, frozen=OnHost())
     with pytest.raises(ConfigError, match=r"has rows of .* only: use larger blocks"):
         BlockOptimizer(partition(gpt2(), largest=1000), torch.optim.AdamW, tail=tail)
