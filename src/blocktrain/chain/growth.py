@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.boundary import hidden_of, pass_through
 from blocktrain.chain.chain import Chain, Layer
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.modules.chunked_loss import whole_logits
 

@@ -30,10 +30,11 @@ import torch
 from torch import nn
 
 from blocktrain.chain.block import Partition
+from blocktrain.chain.partition import partition_by_config
 from blocktrain.compare.lisa import draws, lisa
 from blocktrain.compare.trainee import Trainee
 from blocktrain.errors import ConfigError
-from blocktrain.train.context import TrainingContext, cut
+from blocktrain.train.context import TrainingContext
 
 UPDATE_PROJECTION_EVERY = 200  # steps, GaLore's and APOLLO's default
 LORA_RANK = 16
@@ -128,7 +129,7 @@ def badam(context: TrainingContext, period: int | None) -> Trainee:
 
 def _blocks(context: TrainingContext) -> Partition:
     """Those of ours, where the context itself has the model whole."""
-    return cut(context.model, context.config.blocks, context.task.train.batch([0]))
+    return partition_by_config(context.model, context.config.blocks, batch=context.task.train.batch([0]))
 
 
 def galore(context: TrainingContext, period: int | None) -> Trainee:

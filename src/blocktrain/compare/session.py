@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.chain.activation import evaluating
+from blocktrain.chain.freezing import evaluating
 from blocktrain.compare.peers import Peer
 from blocktrain.compare.profile import VISIT, Cycle, measure_cycle
 from blocktrain.compare.step import take_step

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktrain.chain.activation import set_train_modes
+from blocktrain.chain.freezing import set_train_modes
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.schedule import Cyclic, Visit

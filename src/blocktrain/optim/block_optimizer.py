@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import activate, release
 from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.freezing import activate, release
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import Active
 from blocktrain.optim.decay import Undecayed, norms_and_biases
@@ -216,7 +216,7 @@ class BlockOptimizer:
 
     def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
         """What moves beside `block` in a visit to it: every parameter of the blocks above, if there is a `tail`."""
-        return self.partition.above(block) if self.tail is not None else {}
+        return self.partition.parameters_above(block) if self.tail is not None else {}
 
     def weight_bytes(self, block: Block) -> int:
         """Device bytes of the model's weights in a visit to `block`, less those that are awake for a layer's run."""

@@ -64,7 +64,7 @@ def predicted_peaks(
     a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
-    copy = optimizer.over((partition or optimizer.partition).over(fake.model))
+    copy = optimizer.over((partition or optimizer.partition).rebind(fake.model))
     members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
     trained = [copy.partition.union(mine) for mine in members]
     with fake.running(), meta_scalars_read_as_one():
@@ -75,7 +75,7 @@ def peaks_of_all(optimizer: BlockOptimizer, step: StepShape, *, blocks: Sequence
     """The peak of a visit to each of `blocks`, of an optimizer over a copy without memory; not all are visited."""
     measured = ends(blocks)
     peaks = visited_peaks(optimizer, step, blocks=[blocks[end] for end in measured])
-    return filled(blocks, optimizer.partition.chain, dict(zip(measured, peaks, strict=True)), _between)
+    return filled(blocks, dict(zip(measured, peaks, strict=True)), _between)
 
 
 def _between(low: Peak, high: Peak, share: float) -> Peak:

@@ -34,7 +34,6 @@ from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
 from blocktrain.cache.prefix_cache import PrefixCache, Statistics
 from blocktrain.cache.store import layout_of, slot_bytes
-from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
@@ -66,7 +65,7 @@ class PrefixRunner:
         self._whole = [flops / context.geometry.rows_per_step for flops in forward_flops]  # of each layer, one row
         self._forward = self._whole  # without layers that the visit leaves out
         self._cut = boundary_runner(context)
-        self._levels = {block.index: _level(context, block) for block in context.partition}
+        self._levels = {block.index: block.boundary for block in context.partition}
         self._cache: PrefixCache | None = None
         self._place: CachePlace = "host"
         self._rates: Bandwidths | None = None  # measured once, when first asked for
@@ -124,7 +123,7 @@ class PrefixRunner:
         except StorageError as error:
             self._give_up(error)
             return nullcontext()
-        return self._cut.running(level=self._cache.level, hidden=hidden)
+        return self._cut.running(start=self._cache.level, hidden=hidden)
 
     def states(self, rows: StepRows, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
@@ -352,11 +351,6 @@ def _one_after_another(before: Event, now: Event) -> Event:
     alone = {"kind", "place", "dtype", "bytes", "encoding_error"}
     sums = {name: round(before[name] + now[name], 4) for name in now if name not in alone}
     return {**now, **sums, "encoding_error": max(before["encoding_error"], now["encoding_error"])}
-
-
-def _level(context: TrainingContext, block: Block) -> int:
-    """The boundary below a block's first layer."""
-    return context.partition.chain.layers.index(block.layers[0])
 
 
 def _pass(cut: BoundaryRunner, batch: Mapping[str, Tensor], level: int) -> tuple[float, Tensor]:

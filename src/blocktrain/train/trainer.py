@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.chain import Layer
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.modules.kernels import apply_liger, choose_kernels
 from blocktrain.records.log import Event, EventLog, NoLog, read_events
