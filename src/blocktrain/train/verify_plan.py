@@ -20,7 +20,8 @@ from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.partition import partition as cut_into_blocks
 from blocktrain.memory.fake import FakeCopy, fake_copy
-from blocktrain.memory.tracker import HOST, MemoryTracker
+from blocktrain.memory.parts import HOST
+from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import preset
