@@ -207,7 +207,7 @@ def skipping(layers, x):
     [
         (backwards, r"in the order \[2, 1, 0\]"),
         (lambda layers, x: layers[0](x), r"in the order \[0\]"),
-        (scaled_between, r"'model\.layers\.1' of Rewired does not start from what the layer before it put out"),
+        (scaled_between, r"'model\.layers\.1' of Rewired does not start from the output of the layer before it"),
         (skipping, r"'model\.layers\.2' of Rewired reads more of the tokens than the hidden states"),
         (lambda layers, x: x.no_such_method(), r"forward pass over 8 tokens failed \(AttributeError"),
     ],

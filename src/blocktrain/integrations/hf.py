@@ -37,6 +37,7 @@ class Blocks(PartitionConfig):
     """What `TrainingArguments` does not say: how the model is cut into blocks, and how they are visited.
 
     count, stages, pieces, largest, patterns, layers: how the model is cut, as for `blocktrain.partition`.
+    balance: "parameters" only, because "flops" are counted on a batch, which is not known here.
     visit: how long a visit lasts, in optimizer steps.
     order: the order of the blocks in a sweep; "shuffled" draws it with the trainer's seed.
     span: a visit trains its "block", or the "suffix": every block above it too.
@@ -59,7 +60,7 @@ class Blocks(PartitionConfig):
         if self.balance == "flops":
             raise ConfigError(
                 "balance = 'flops' counts a forward pass over a batch, and Blocks has none: leave it out, or name the "
-                "blocks with patterns"
+                "layers of each block with patterns"
             )
 
 
