@@ -124,29 +124,29 @@ def counted_calls(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
 def test_losses_gradients_and_flops_at_every_boundary(name: str):
     make, batch_of = MODELS[name]
     parts, batch = make(), batch_of()
-    model, cut, costs = parts.model, BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    model, runner, costs = parts.model, BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
     for block in parts.blocks[1:]:
         boundary = block.boundary
         activate(parts, block)
-        cut.check(batch, boundary)
+        runner.check(batch, boundary)
         whole = step(model, block, batch)
-        hidden = cut.states(batch, [boundary])[boundary]
+        hidden = runner.states(batch, [boundary])[boundary]
         assert not hidden.requires_grad
         before = hidden.clone()
         prefix_layers = parts.chain.layers[1:boundary]
         below = [module for layer in prefix_layers for top in layer.modules.values() for module in top.children()]
-        with counted_calls(below) as called, cut.running(start=boundary, hidden=hidden):
+        with counted_calls(below) as called, runner.running(start=boundary, hidden=hidden):
             cached = step(model, block, batch)
         assert same(whole, cached), block
         assert not called
         assert torch.equal(hidden, before)  # what is stored is not written into
 
         all_flops = count_flops(lambda block=block: step(model, block, batch))
-        with cut.running(start=boundary, hidden=hidden):
+        with runner.running(start=boundary, hidden=hidden):
             fewer = count_flops(lambda block=block: step(model, block, batch))
         prefix = sum(cost.forward_flops for cost in costs[:boundary])
         assert all_flops - fewer == prefix
-        assert count_flops(lambda boundary=boundary: cut.states(batch, [boundary])) == prefix
+        assert count_flops(lambda boundary=boundary: runner.states(batch, [boundary])) == prefix
 
 
 def test_dropout_acts_in_the_active_block_alone_so_the_comparison_above_includes_it():
@@ -161,27 +161,27 @@ def test_the_comparison_can_tell_a_difference():
     parts, batch = decoder("llama"), tokens()
     activate(parts, parts[1])
     boundary = parts[1].boundary
-    cut = BoundaryRunner(parts.chain)
-    hidden = cut.states(batch, [boundary])[boundary]
+    runner = BoundaryRunner(parts.chain)
+    hidden = runner.states(batch, [boundary])[boundary]
     whole = step(parts.model, parts[1], batch)
-    with cut.running(start=boundary, hidden=hidden.nextafter(hidden + 1)):
+    with runner.running(start=boundary, hidden=hidden.nextafter(hidden + 1)):
         assert not same(whole, step(parts.model, parts[1], batch))
 
 
 def test_states_of_several_boundaries_in_one_pass_that_stops_at_the_highest():
     parts, batch = decoder("llama"), tokens()
-    cut, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    runner, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
     above = [module for layer in parts.chain.layers[3:] for top in layer.modules.values() for module in top.modules()]
-    with counted_calls([module for module in above if module is not cut._entry(3)]) as called:
-        states = cut.states(batch, [3, 1, 2])
+    with counted_calls([module for module in above if module is not runner._entry(3)]) as called:
+        states = runner.states(batch, [3, 1, 2])
     assert not called
     assert set(states) == {1, 2, 3}
     with torch.no_grad():
         assert torch.equal(states[1], parts.model.get_submodule("model.embed_tokens")(batch["input_ids"]))
-    further = cut.states(batch, [2, 3], start=1, hidden=states[1])
+    further = runner.states(batch, [2, 3], start=1, hidden=states[1])
     assert torch.equal(further[2], states[2])
     assert torch.equal(further[3], states[3])
-    counted = count_flops(lambda: cut.states(batch, [3], start=2, hidden=states[2]))
+    counted = count_flops(lambda: runner.states(batch, [3], start=2, hidden=states[2]))
     assert counted == costs[2].forward_flops
 
 
@@ -191,16 +191,16 @@ class MidwayError(Exception):
 
 def test_after_an_exception_inside_everything_is_as_before():
     parts, batch = decoder("gpt2"), tokens()
-    cut, modules = BoundaryRunner(parts.chain), list(parts.model.modules())
-    hidden = cut.states(batch, [3])[3]
-    with suppress(MidwayError), cut.running(start=3, hidden=hidden):
+    runner, modules = BoundaryRunner(parts.chain), list(parts.model.modules())
+    hidden = runner.states(batch, [3])[3]
+    with suppress(MidwayError), runner.running(start=3, hidden=hidden):
         assert "forward" in vars(parts.model.get_submodule("transformer.h.0"))
         raise MidwayError
     wrong = {"input_ids": torch.full((2, 12), 500)}  # no such token: the model itself fails
     for failing in (
-        lambda: cut.states(wrong, [3]),
-        lambda: cut.states(wrong, [3], start=1, hidden=hidden),
-        lambda: cut.check(wrong, 3),
+        lambda: runner.states(wrong, [3]),
+        lambda: runner.states(wrong, [3], start=1, hidden=hidden),
+        lambda: runner.check(wrong, 3),
     ):
         with pytest.raises(IndexError):
             failing()
@@ -214,8 +214,8 @@ def test_a_forward_method_that_somebody_replaced_is_put_back():
     first = parts.model[1]  # pyright: ignore[reportIndexIssue] - an nn.Sequential
     theirs = first.forward = lambda x: F.linear(x, first.weight, first.bias) + 1
     batch = {"input": torch.randn(3, 3, 4)}
-    cut = BoundaryRunner(parts.chain)
-    with cut.running(start=1, hidden=cut.states(batch, [1])[1]):
+    runner = BoundaryRunner(parts.chain)
+    with runner.running(start=1, hidden=runner.states(batch, [1])[1]):
         assert first.forward is not theirs
     assert first.forward is theirs
 
@@ -242,13 +242,13 @@ def test_activation_checkpointing_inside_the_cut(name: str):
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     activate(parts, block)
-    cut, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
-    cut.check(batch, boundary)
+    runner, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    runner.check(batch, boundary)
     whole = step(model, block, batch)
-    hidden = cut.states(batch, [boundary])[boundary]
+    hidden = runner.states(batch, [boundary])[boundary]
     with set_checkpoint_early_stop(False):
         all_flops = count_flops(lambda: step(model, block, batch))
-        with cut.running(start=boundary, hidden=hidden):
+        with runner.running(start=boundary, hidden=hidden):
             assert same(whole, step(model, block, batch))
             assert all_flops - count_flops(lambda: step(model, block, batch)) == sum(
                 cost.forward_flops for cost in costs[:boundary]
@@ -347,8 +347,8 @@ def test_a_model_that_puts_out_nan_can_still_be_cut():
 
 
 def test_embeddings_are_looked_up_and_nothing_else_below_runs():
-    cut = BoundaryRunner(decoder("opt-350m").chain)
-    names = {module: name for name, module in cut.chain.model.named_modules()}
-    skipped = [names[module] for module in cut.skipped_modules(2)]
+    runner = BoundaryRunner(decoder("opt-350m").chain)
+    names = {module: name for name, module in runner.chain.model.named_modules()}
+    skipped = [names[module] for module in runner.skipped_modules(2)]
     assert skipped == ["model.decoder.project_in", "model.decoder.layers.0"]
-    assert cut.skipped_modules(0) == []
+    assert runner.skipped_modules(0) == []

@@ -160,12 +160,12 @@ def test_everything_is_as_before_afterwards():
 def test_a_run_from_stored_hidden_states_is_recomputed_from_them(name: str):
     build, batch_of = MODELS[name]
     parts, batch = bt.partition(build(), num_blocks=3), batch_of()
-    block, cut = parts[1], BoundaryRunner(parts.chain)
+    block, runner = parts[1], BoundaryRunner(parts.chain)
     activate(parts, block)
-    cut.check(batch, block.boundary)
-    hidden = cut.states(batch, [block.boundary])[block.boundary]
+    runner.check(batch, block.boundary)
+    hidden = runner.states(batch, [block.boundary])[block.boundary]
     expected = step(parts, block, batch)
-    with checkpointing(parts), cut.running(start=block.boundary, hidden=hidden):
+    with checkpointing(parts), runner.running(start=block.boundary, hidden=hidden):
         assert_same(step(parts, block, batch), expected)
 
 

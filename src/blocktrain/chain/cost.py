@@ -134,17 +134,17 @@ def theoretical_step_flops(
     return forward + backward + weights + recomputed
 
 
-def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counter[Any]], list[int]]:
+def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counter[object]], list[int]]:
     """For each layer its FLOPs by operation, and its FLOPs up to the last tensor that it saves for the backward pass.
 
     Entering a module of a layer closes the account of the layer before it.
     """
     fake = fake_copy(chain.model)
-    accounts: list[Counter[Any]] = [Counter() for _ in chain.layers]
+    accounts: list[Counter[object]] = [Counter() for _ in chain.layers]
     needed = [0] * len(accounts)
     current, booked = 0, Counter()
 
-    def enter(index: int, counter: FlopCounterMode, *_call: Any) -> None:
+    def enter(index: int, counter: FlopCounterMode, *_call: object) -> None:
         nonlocal current, booked
         total = Counter(counter.get_flop_counts().get("Global", {}))
         accounts[current] += total - booked

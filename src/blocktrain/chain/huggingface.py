@@ -112,7 +112,7 @@ class _Probe:
     hidden: Tensor | None = None  # output of the layer that ran last
     finished: int = 0  # layers
 
-    def enter(self, index: int, args: Any, kwargs: Any) -> None:
+    def enter(self, index: int, args: object, kwargs: object) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not any(leaf is self.hidden for leaf in inputs) and self.order:
             self.broken.append(index)
@@ -120,7 +120,7 @@ class _Probe:
             self.leaks.append(index)
         self.order.append(index)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: object) -> None:
         self.hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         self.finished += 1
 
@@ -195,7 +195,7 @@ def _probe_inputs(model: nn.Module) -> tuple[str, dict[str, Any]]:
     return f"{PROBE_TOKENS} tokens", {"input_ids": tokens, **keeps}
 
 
-def _depends_on_inputs(output: Any) -> bool:
+def _depends_on_inputs(output: object) -> bool:
     """Whether an output is computed from the inputs: that of a dropout or a norm is. A rotary table, which belongs to
     no layer, is not."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))

@@ -4,7 +4,7 @@ name, or a CIFAR ResNet. Remote code is never run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -181,7 +181,7 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
     return AutoConfig.for_model(name, **settings)
 
 
-def _near_architecture(name: str, known: Any) -> str:
+def _near_architecture(name: str, known: Iterable[str]) -> str:
     hint = nearest(name, known)
     return (
         hint if hint.startswith("did") else "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.training_args import ParallelMode
+from transformers.training_args import ParallelMode, TrainingArguments
 
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
@@ -73,11 +73,11 @@ class BlockTrainerMixin:
     or GPUs, an optimizer that chooses its own parameters.
     """
 
-    args: Any
+    args: TrainingArguments
     model: Any
     accelerator: Any
     optimizer: Any
-    optimizer_cls_and_kwargs: Any
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
 
     def __init__(self, *args: Any, blocks: Blocks | None = None, **kwargs: Any):
         if not isinstance(blocks, Blocks | None):
@@ -146,7 +146,7 @@ class BlockTrainerMixin:
         """Whether frozen weights are kept in 8 or 4 bits, so that no weights can be copied into them."""
         return self.blocks.precision is not None and self.blocks.precision.packs
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    def _clip(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None
         return self._visiting.clip_grad_norm(max_norm)
 
