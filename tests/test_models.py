@@ -187,13 +187,13 @@ def check_partition(entry: Entry, model: nn.Module) -> None:
 
 def check_cache(entry: Entry, model: nn.Module) -> None:
     partition, batch = entry.partition(model), entry.batch()
-    cut, level = BoundaryRunner(partition.chain), partition.chain.layers.index(partition[2].layers[0])
-    cut.check(batch, level)
+    runner, boundary = BoundaryRunner(partition.chain), partition[2].boundary
+    runner.check(batch, boundary)
     active = list(partition[2].parameters.values())
     whole = model(**batch).loss
     wanted = torch.autograd.grad(whole, active, allow_unused=True)
-    hidden = cut.states(batch, [level])[level]
-    with cut.running(level=level, hidden=hidden):
+    hidden = runner.states(batch, [boundary])[boundary]
+    with runner.running(start=boundary, hidden=hidden):
         loss = model(**batch).loss
         given = torch.autograd.grad(loss, active, allow_unused=True)
     assert torch.equal(loss, whole), "the loss differs"

@@ -1,14 +1,18 @@
-"""`run_distributed` hands back what the ranks return, and raises what they raise."""
+"""`run_distributed` returns what the ranks return, and raises `WorkerError` for what they raise."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from blocktrain import testing
 from blocktrain.testing import WorkerError, run_distributed
 
 
@@ -30,6 +34,14 @@ def die_on_rank_0() -> None:
 
 def sleep() -> None:
     time.sleep(60)
+
+
+def test_the_example_of_the_module_runs(tmp_path: Path) -> None:
+    """As a file that cannot be imported by name, like most tests."""
+    _, _, example = (testing.__doc__ or "").partition("at the top level of its file:\n")
+    file = tmp_path / "test_example.py"
+    file.write_text(textwrap.dedent(example))
+    runpy.run_path(str(file))["test_sum_of_ranks"]()
 
 
 def test_results_come_in_rank_order_and_from_processes_of_their_own() -> None:

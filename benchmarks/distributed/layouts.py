@@ -85,7 +85,7 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
             in_step = dict(sent)
             optimizer.step()
             optimizer.zero_grad()
-        prices = visit_costs(partition, block, costs)
+        prices = visit_costs(block, costs)
         mine = sum(prices[layer] for run in pipeline.mine(block).values() for layer in run)
         trained = pipeline.share(block).num_parameters
         found.append({"sent": in_step, "work": mine, "trained": trained, "block": block.num_parameters})

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
-from blocktrain.chain.activation import activate, release
+from blocktrain.chain.freezing import activate, release
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.runtime import environment, pick_device
 from blocktrain.train.config import MemoryConfig

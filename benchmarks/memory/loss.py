@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import blocktrain as bt
-from blocktrain.chain.activation import evaluating
-from blocktrain.chain.load import ModelConfig
+from blocktrain.chain.freezing import evaluating
+from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.records.log import read_events
 from blocktrain.runtime import environment, pick_device
 from blocktrain.train.context import build

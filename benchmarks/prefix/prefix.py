@@ -74,7 +74,7 @@ class Bench:
         self.optimizer = bt.BlockOptimizer(self.partition, torch.optim.AdamW, lr=1e-4, fused=True)
         self.tokens = torch.randint(0, VOCABULARY, (SLOTS, TOKENS), device=self.device)
         chain = self.partition.chain
-        self.levels = [chain.layers.index(block.layers[0]) for block in self.partition]
+        self.levels = [block.boundary for block in self.partition]
         self.costs = layer_costs(chain, self.batch(np.arange(ROWS)))
         self.cut = BoundaryRunner(chain)
         memory = lambda _name, slots, layout: MemoryStore(slots, layout, device=self.device)  # noqa: E731
@@ -97,7 +97,7 @@ class Bench:
         """Forward and backward of one cached step, without the update."""
         batch, level = self.batch(slots), self.levels[block.index]
         hidden = self.cache.fetch(slots, batch) if level else None
-        with self.cut.running(level=level, hidden=hidden):
+        with self.cut.running(start=level, hidden=hidden):
             self.partition.model(**batch).loss.backward()
 
 

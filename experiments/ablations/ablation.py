@@ -155,7 +155,7 @@ def prefix_costs(folder: Path) -> list[float]:
     cost = next(event for event in read_events(folder / "events.jsonl") if event["kind"] == "cost")["flops"]
     config = bt.RunConfig.from_mapping(json.loads((folder / "run.json").read_text())["config"])
     partition = build(config, folder).partition
-    bottoms = [partition.chain.layers.index(block.layers[0]) for block in partition]
+    bottoms = [block.boundary for block in partition]
     return [sum(cost["forward_layers"][:bottom]) for bottom in bottoms]
 
 

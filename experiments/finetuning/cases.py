@@ -134,7 +134,7 @@ def _by_block(config: RunConfig, called: str, place: Place) -> dict[str, Contend
     for index in context.visited_blocks:
         block = context.trained[index]
         found[f"{called} {index}"] = steps_of(context, block)
-        level = context.partition.chain.layers.index(block.layers[0])
+        level = block.boundary
         if sum(
             len(owned) for owned in context.partition.chain.owned[1:level]
         ):  # an embedding alone is not worth storing

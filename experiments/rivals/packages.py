@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from blocktrain.chain.block import Partition
+from blocktrain.chain.partition import partition_by_config
 from blocktrain.compare.adapter import import_package, silenced
 from blocktrain.compare.external_module import ExternalMethod
 from blocktrain.errors import ConfigError
 from blocktrain.optim.factory import find_optimizer_class
-from blocktrain.train.context import TrainingContext, cut
+from blocktrain.train.context import TrainingContext
 
 UPDATE_PROJECTION_EVERY = 200  # steps, GaLore's and APOLLO's default
 LORA_RANK = 16
@@ -75,7 +76,7 @@ def badam(context: TrainingContext, period: int | None) -> ExternalMethod:
 
 def configured_blocks(context: TrainingContext) -> Partition:
     """Those of ours, where the context itself has the model whole."""
-    return cut(context.model, context.config.blocks, context.task.train.batch([0]))
+    return partition_by_config(context.model, context.config.blocks, batch=context.task.train.batch([0]))
 
 
 def galore(context: TrainingContext, period: int | None) -> ExternalMethod:

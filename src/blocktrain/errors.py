@@ -1,7 +1,7 @@
-"""Errors a user can act on: each names the value, the place it came from and the way out.
+"""Errors that a user can act on: each names the value, where it came from, and the way out.
 
-The command line prints the message alone and exits with `exit_code`; a traceback appears only under `--debug`.
-Anything that is not a `BlocktrainError` is a fault of this package and keeps its traceback.
+The command line prints only the message and exits with `exit_code`; `--debug` adds the traceback. An exception that is
+not a `BlocktrainError` is a bug of this package and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What the kernel says when a file cannot grow: disk full, quota reached, file size limit.
+# Errors of the system when a file cannot grow: the disk is full, a quota or a file size limit is reached.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,7 +27,7 @@ class ConfigError(BlocktrainError):
 
 
 class PartitionError(BlocktrainError):
-    """The model cannot be cut into the blocks asked for."""
+    """The model cannot be cut into the requested blocks."""
 
 
 class DataError(BlocktrainError):
@@ -39,11 +39,11 @@ class CheckpointError(BlocktrainError):
 
 
 class StorageError(BlocktrainError):
-    """A file could not be written: no room, no permission, no such folder."""
+    """A file could not be written: there is no space, no permission, or no such folder."""
 
 
 class OutOfMemoryError(BlocktrainError):
-    """What was asked for does not fit this machine's memory: another configuration, or another machine, will do."""
+    """The run does not fit this machine's memory; another configuration or another machine is needed."""
 
 
 class NonFiniteError(BlocktrainError):
@@ -53,7 +53,7 @@ class NonFiniteError(BlocktrainError):
 
 
 class PeerError(BlocktrainError):
-    """Another process of the run has ended or hangs, or has come to other weights than this one."""
+    """Another process of the run has ended, hangs, or has different weights than this one."""
 
     exit_code = 1
 
@@ -67,7 +67,7 @@ class Interrupted(BlocktrainError):  # noqa: N818 - it is an event, not a fault
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, for a message of one line; the name of its class where it says nothing.
+    """The first line of another library's error message, or the name of its class where the message is empty.
 
     >>> first_line(OSError("no such file\\nsearched in: ...")), first_line(KeyError())
     ('no such file', 'KeyError')
@@ -76,7 +76,7 @@ def first_line(error: Exception) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The tail of a message about an unknown name: the nearest known one, or all of them.
+    """The end of a message about an unknown name: the nearest known name, or else all of them.
 
     >>> nearest("colour", ["color", "size"])
     "did you mean 'color'?"
@@ -91,7 +91,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def storage_errors(path: str | Path) -> Iterator[None]:
-    """Turn a failed write below `path` into a `StorageError` that says which file and what to do."""
+    """Turns a failed write inside this context into a `StorageError` that names `path` and says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""When a visit ends by itself and when a run is over. Rules are pure: (state, observation) -> (state, reason).
+"""When a visit ends early, and when a run is over. Rules are pure: (state, observation) -> (state, reason).
 
-A rule's state is a plain dictionary of numbers, so that a checkpoint can hold it and a resumed run decides as the
-uninterrupted one would have.
+The state of a rule is a plain dictionary of numbers. A checkpoint can store it, so a resumed run decides as the
+uninterrupted run would have.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ RuleState = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a rule may look at after a step."""
+    """What a rule sees after a step."""
 
-    visit_step: int  # steps of this visit so far
+    visit_step: int  # steps of this visit so far, this one included
     loss: float  # training loss of this step
-    validation_loss: float | None = None  # when this step was followed by an evaluation
+    validation_loss: float | None = None  # if an evaluation followed this step
 
 
 class VisitRule(Protocol):
-    """Local convergence: says after each step whether the visit is over."""
+    """Decides after each step whether the visit is over (local convergence, paper 3.1)."""
 
     def start(self) -> RuleState:
-        """The state at activation."""
+        """The state at the beginning of a visit."""
         ...
 
     def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
-        """The next state, and why the visit ends (None: it goes on)."""
+        """The next state, and the reason why the visit ends, or None if it continues."""
         ...
 
 
@@ -41,11 +41,11 @@ class FullLength:
     """Never ends a visit early: it lasts as long as the schedule says."""
 
     def start(self) -> RuleState:
-        """Nothing to remember."""
+        """An empty state."""
         return {}
 
     def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
-        """Goes on."""
+        """The visit continues."""
         return state, None
 
 
@@ -53,15 +53,14 @@ class FullLength:
 class Plateau:
     """Ends a visit when a loss has stopped falling ("training to a local convergence", paper 3.1).
 
-    watch: `"training"`: the exponentially smoothed training loss, corrected for its start as Adam corrects its
-        averages (Kingma & Ba 2015, section 3), with time constant `smoothing`. `"validation"`: the validation loss,
-        at each evaluation.
-    patience: the visit ends once the loss has not fallen below the best so far by the relative `threshold` for this
-        long (ReduceLROnPlateau's rule; for validation losses it is the UP criterion of Prechelt, "Early stopping -
-        but when?", 1998).
-    threshold: relative, see patience.
-    smoothing: time constant of the smoothed training loss.
-    minimum: no visit is shorter. The maximum is the schedule's visit duration.
+    watch: "training" is the exponentially smoothed training loss, with bias correction as in Adam (Kingma & Ba 2015,
+        section 3); "validation" is the validation loss at each evaluation.
+    patience: the visit ends once the loss has not fallen below the best one by `threshold` for this long
+        (ReduceLROnPlateau's rule; for validation losses it is the UP criterion of Prechelt, "Early stopping - but
+        when?", 1998).
+    threshold: the improvement that counts, relative to the best loss.
+    smoothing: the time constant of the smoothed training loss.
+    minimum: no visit is shorter than this. The longest is the schedule's visit duration.
     """
 
     watch: Literal["training", "validation"] = "training"
@@ -77,11 +76,11 @@ class Plateau:
             raise ConfigError(f"plateau watches 'training' or 'validation', not '{self.watch}'")
 
     def start(self) -> RuleState:
-        """No best loss yet; the average is empty."""
+        """No best loss yet, and an empty average."""
         return {"average": 0.0, "weight": 0.0, "best_step": 0.0}
 
     def update(self, state: RuleState, seen: Observation, geometry: BatchGeometry) -> tuple[RuleState, str | None]:
-        """Smooth, compare with the best so far, and end the visit when the patience has run out."""
+        """Smooths the loss, compares it with the best so far, and ends the visit when the patience has run out."""
         if self.watch == "training":
             decay = 1 - 1 / self.smoothing.in_steps(geometry)
             average = decay * state["average"] + (1 - decay) * seen.loss
@@ -102,11 +101,11 @@ class Plateau:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimit:
-    """When the whole run stops (paper Algorithm 1, line 10): whichever comes first, the schedule's last sweep included.
+    """When the run stops (paper Algorithm 1, line 10): at the first of these limits, or at the end of the schedule.
 
-    duration: steps, tokens or epochs in all.
-    target_loss: a validation loss that is reached.
-    hours: wall-clock, over all sessions of a resumed run.
+    duration: the total number of steps, tokens or epochs.
+    target_loss: the validation loss to reach.
+    hours: wall-clock hours, summed over all sessions of a resumed run.
     """
 
     duration: Duration | None = None
@@ -120,7 +119,7 @@ class RunLimit:
     def reached(
         self, *, step: int, seconds: float, validation_loss: float | None, geometry: BatchGeometry
     ) -> str | None:
-        """Why the run is over, or None."""
+        """The reason why the run is over, or None."""
         if self.duration is not None and step >= self.duration.in_steps(geometry):
             return f"{self.duration} done"
         if self.target_loss is not None and validation_loss is not None and validation_loss <= self.target_loss:

@@ -1,10 +1,22 @@
-"""Running a function in several processes that can talk to each other, for tests of code that trains on many devices.
+"""Tests of code that trains on several devices: run a function in several processes that form a group.
 
-def work(scale):                                  # at the top level of a file
-    ...torch.distributed is ready here, with gloo on the CPU...
-    return plain_data
+A test, at the top level of its file:
 
-results = run_distributed(work, 2, 0.5)           # one result a rank
+    import torch
+    import torch.distributed as dist
+
+    from blocktrain.testing import run_distributed
+
+
+    def sum_of_ranks(scale: float) -> float:
+        # Runs in each process; torch.distributed is ready there, with gloo on the CPU.
+        value = torch.tensor(dist.get_rank() * scale)
+        dist.all_reduce(value)
+        return value.item()
+
+
+    def test_sum_of_ranks() -> None:
+        assert run_distributed(sum_of_ranks, 2, 0.5) == [0.5, 0.5]  # one result for each rank
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# A server imports these once; its forks are there at once, and have no threads or devices of their parent's.
+# A server process imports these once. Its forks start quickly, and have no threads or devices of the test's process.
 _PRELOADED = [
     "blocktrain.train.run",
     "blocktrain.parallel.pipeline",
@@ -37,15 +49,15 @@ _PRELOADED = [
 
 
 class WorkerError(Exception):
-    """A rank raised, died, or did not end in time; the message has its traceback."""
+    """A rank raised an exception (the message has its traceback), died, or did not end in time."""
 
 
 class _Group(NamedTuple):
-    """A process's place in a group, and where its members find each other."""
+    """The group that a process joins, and its rank there."""
 
     rank: int
     size: int
-    store: str
+    store: str  # a file through which the members find each other
     timeout_seconds: float
 
 
@@ -56,14 +68,20 @@ def run_distributed(
     timeout_seconds: float = 60.0,
     patience_seconds: float = 300.0,
 ) -> list[T]:
-    """Call `fn(*args)` in `world_size` processes that form a group, on the CPU with gloo, one thread each.
+    """Call `fn(*args)` in each of `world_size` processes that form a gloo group on the CPU, with one thread each.
 
-    fn: a function at the top level of a file. args and results: plain data.
-    timeout_seconds: how long a rank waits for another.
-    patience_seconds: for all of it.
+    fn: a function at the top level of a file; it need not be importable by name.
+    args: plain data, and so is what `fn` returns.
+    timeout_seconds: how long a rank waits for the others in a collective operation.
+    patience_seconds: how long the whole call may take.
 
-    Returns the results in rank order. Raises `WorkerError` with the first failure's traceback; the other processes are
-    then killed. No process outlives the call.
+    Returns the results in rank order. Raises `WorkerError` for the first failure and kills the other processes. No
+    process outlives the call.
+
+        def rank() -> int:
+            return torch.distributed.get_rank()
+
+        run_distributed(rank, 3)  # [0, 1, 2]
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -76,7 +94,7 @@ def run_distributed(
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 group = _Group(rank, world_size, str(Path(folder) / "store"), timeout_seconds)
-                process = context.Process(target=_work, args=(where, args, group, sender), daemon=True)
+                process = context.Process(target=_run_rank, args=(where, args, group, sender), daemon=True)
                 process.start()
                 sender.close()
                 processes.append(process)
@@ -89,7 +107,7 @@ def run_distributed(
 
 
 def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float) -> list[Any]:
-    """Every rank's result, or the first failure as an error."""
+    """The results of all ranks; raises `WorkerError` for the first failure."""
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}
@@ -110,8 +128,8 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
     return [results[rank] for rank in range(len(processes))]
 
 
-def _work(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sender: Connection) -> None:
-    """One process."""
+def _run_rank(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sender: Connection) -> None:
+    """What one process does: join the group, call the function, send its result or its traceback."""
     import torch
     import torch.distributed as dist
 
@@ -131,7 +149,8 @@ def _work(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sen
 
 
 def _function(module: str, file: str, name: str) -> Callable[..., Any]:
-    """The function `name` of `file`, loaded as `module` where that is not importable by name (a test's file)."""
+    """The function `name` of `file`. The file is loaded as `module` unless that is imported already: test files are
+    often not importable by name."""
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None, f"'{file}' is a Python file"

@@ -1,4 +1,4 @@
-"""Quantities with their units: how long something lasts, and bytes, counts and seconds as people read them."""
+"""Quantities with units: durations, money, and bytes, counts and seconds as people write them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _QUANTITY = re.compile(rf"^\s*({_NUMBER})\s*([kmbgt]?)\s*(step|token|epoch)s?\s*
 
 @dataclass(frozen=True, kw_only=True)
 class BatchGeometry:
-    """What one optimizer step consumes; turns tokens and epochs into steps.
-
-    For images a token is one image.
-    """
+    """What one optimizer step consumes, by which tokens and epochs are converted to steps. For images, a token is one
+    image."""
 
     tokens_per_step: int
     rows_per_step: int
@@ -31,7 +29,7 @@ class BatchGeometry:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training in one unit, instead of three competing maxima.
+    """A length of training, in steps, tokens or epochs: one quantity instead of three competing maxima.
 
     >>> Duration.parse("1.5M tokens")
     Duration(value=1500000.0, unit='tokens')
@@ -55,7 +53,7 @@ class Duration:
 
     @classmethod
     def tokens(cls, value: float) -> Duration:
-        """`value` training tokens (images, for an image model)."""
+        """`value` training tokens (for an image model, images)."""
         return cls(value, "tokens")
 
     @classmethod
@@ -80,7 +78,7 @@ class Duration:
                 return cls.epochs(value)
 
     def in_steps(self, geometry: BatchGeometry) -> int:
-        """Optimizer steps, rounded up, at least one."""
+        """The number of optimizer steps, rounded up and at least one."""
         match self.unit:
             case "steps":
                 steps = self.value
@@ -102,7 +100,7 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 @dataclass(frozen=True, order=True)
 class Dollars:
-    """US dollars, exact as far as they were given; sums and products are decimal.
+    """US dollars. Amounts and products are decimal, so nothing is lost to binary rounding.
 
     >>> str(Dollars.parse("500usd")), str(Dollars.parse("$0.29") * 8), str(Dollars(Decimal("1234567")))
     ('$500', '$2.32', '$1,234,567')
@@ -128,7 +126,8 @@ class Dollars:
 
 
 def parse_tokens(text: str) -> int:
-    """`parse_tokens("10B") == 10_000_000_000`; raises `ConfigError` for what is no positive count."""
+    """A number of tokens: `parse_tokens("10B") == 10_000_000_000`. Raises `ConfigError` for anything but a positive
+    count."""
     match = _COUNT.match(text)
     count = float(match[1].replace("_", "")) * _SUFFIX[match[2].lower()] if match else 0.0
     if not 1 <= count < math.inf:
@@ -137,7 +136,8 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_span(text: str) -> float:
-    """Seconds of wall time: `parse_span("3d") == 259200.0`, `parse_span("90 min") == 5400.0`."""
+    """Seconds of wall time: `parse_span("3d") == 259200.0`, `parse_span("90 min") == 5400.0`. Raises `ConfigError` for
+    anything else."""
     match = _SPAN.match(text)
     seconds = float(match[1].replace("_", "")) * _SECONDS[match[2].lower()] if match else 0.0
     if not 0 < seconds < math.inf:
@@ -156,7 +156,7 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """Decimal units: `format_count(1_500_000) == '1.5M'`, `format_count(100) == '100'`."""
     if abs(count) >= 1e4:
-        count = float(f"{count:.3g}")  # first, so that 999,999 is 1M and not 1000k
+        count = float(f"{count:.3g}")  # rounded first, so that 999,999 is 1M and not 1000k
     for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(count) >= size:
             scaled = count / (1e3 if suffix == "k" else size)

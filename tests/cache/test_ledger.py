@@ -15,7 +15,7 @@ import blocktrain as bt
 from blocktrain.cache.encoding import Fields
 from blocktrain.cache.ledger import Fingerprints, Ledger, checksums
 from blocktrain.cache.store import FileStore, layout_of
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.errors import StorageError
 
 KEY = {"rows": "abc", "encoding": "compute"}

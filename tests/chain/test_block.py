@@ -54,7 +54,7 @@ def test_blocks_as_one(parts: Partition):
 
 def test_parts_of_parameters_are_not_joined(parts: Partition):
     rows = partition(parts.model, largest=3)
-    with pytest.raises(PartitionError, match=r"owns rows 0 to 1 of '0.weight' only, .* set schedule.span = 'block'"):
+    with pytest.raises(PartitionError, match=r"owns only rows 0 to 1 of '0.weight', .* set schedule.span = 'block'"):
         rows.suffix(0)
 
 

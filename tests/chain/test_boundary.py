@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import blocktrain as bt
-from blocktrain.chain.activation import activate
 from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Chain
 from blocktrain.chain.cost import layer_costs
+from blocktrain.chain.freezing import activate
 from blocktrain.memory.flops import count_flops
 
 ARCHITECTURES = runpy.run_path(str(Path(__file__).with_name("test_huggingface.py")))
@@ -92,10 +92,6 @@ MODELS: dict[str, tuple[Callable[[], Partition], Callable[[], Batch]]] = {
 }
 
 
-def level_of(parts: Partition, block: Block) -> int:
-    return parts.chain.layers.index(block.layers[0])
-
-
 def step(model: nn.Module, block: Block, batch: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The loss and the active block's gradients, dropout drawn from the same seed each time."""
     torch.manual_seed(7)
@@ -128,28 +124,29 @@ def counted_calls(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
 def test_losses_gradients_and_flops_at_every_boundary(name: str):
     make, batch_of = MODELS[name]
     parts, batch = make(), batch_of()
-    model, cut, costs = parts.model, BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    model, runner, costs = parts.model, BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
     for block in parts.blocks[1:]:
-        level = level_of(parts, block)
+        boundary = block.boundary
         activate(parts, block)
-        cut.check(batch, level)
+        runner.check(batch, boundary)
         whole = step(model, block, batch)
-        hidden = cut.states(batch, [level])[level]
+        hidden = runner.states(batch, [boundary])[boundary]
         assert not hidden.requires_grad
         before = hidden.clone()
-        below = [m for layer in parts.chain.layers[1:level] for top in layer.modules.values() for m in top.children()]
-        with counted_calls(below) as called, cut.running(level=level, hidden=hidden):
+        prefix_layers = parts.chain.layers[1:boundary]
+        below = [module for layer in prefix_layers for top in layer.modules.values() for module in top.children()]
+        with counted_calls(below) as called, runner.running(start=boundary, hidden=hidden):
             cached = step(model, block, batch)
         assert same(whole, cached), block
         assert not called
         assert torch.equal(hidden, before)  # what is stored is not written into
 
         all_flops = count_flops(lambda block=block: step(model, block, batch))
-        with cut.running(level=level, hidden=hidden):
+        with runner.running(start=boundary, hidden=hidden):
             fewer = count_flops(lambda block=block: step(model, block, batch))
-        prefix = sum(cost.forward_flops for cost in costs[:level])
+        prefix = sum(cost.forward_flops for cost in costs[:boundary])
         assert all_flops - fewer == prefix
-        assert count_flops(lambda level=level: cut.states(batch, [level])) == prefix
+        assert count_flops(lambda boundary=boundary: runner.states(batch, [boundary])) == prefix
 
 
 def test_dropout_acts_in_the_active_block_alone_so_the_comparison_above_includes_it():
@@ -163,28 +160,28 @@ def test_dropout_acts_in_the_active_block_alone_so_the_comparison_above_includes
 def test_the_comparison_can_tell_a_difference():
     parts, batch = decoder("llama"), tokens()
     activate(parts, parts[1])
-    level = level_of(parts, parts[1])
-    cut = BoundaryRunner(parts.chain)
-    hidden = cut.states(batch, [level])[level]
+    boundary = parts[1].boundary
+    runner = BoundaryRunner(parts.chain)
+    hidden = runner.states(batch, [boundary])[boundary]
     whole = step(parts.model, parts[1], batch)
-    with cut.running(level=level, hidden=hidden.nextafter(hidden + 1)):
+    with runner.running(start=boundary, hidden=hidden.nextafter(hidden + 1)):
         assert not same(whole, step(parts.model, parts[1], batch))
 
 
-def test_states_of_several_levels_in_one_pass_that_stops_at_the_highest():
+def test_states_of_several_boundaries_in_one_pass_that_stops_at_the_highest():
     parts, batch = decoder("llama"), tokens()
-    cut, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    runner, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
     above = [module for layer in parts.chain.layers[3:] for top in layer.modules.values() for module in top.modules()]
-    with counted_calls([module for module in above if module is not cut._entry(3)]) as called:
-        states = cut.states(batch, [3, 1, 2])
+    with counted_calls([module for module in above if module is not runner._entry(3)]) as called:
+        states = runner.states(batch, [3, 1, 2])
     assert not called
     assert set(states) == {1, 2, 3}
     with torch.no_grad():
         assert torch.equal(states[1], parts.model.get_submodule("model.embed_tokens")(batch["input_ids"]))
-    further = cut.states(batch, [2, 3], level=1, hidden=states[1])
+    further = runner.states(batch, [2, 3], start=1, hidden=states[1])
     assert torch.equal(further[2], states[2])
     assert torch.equal(further[3], states[3])
-    counted = count_flops(lambda: cut.states(batch, [3], level=2, hidden=states[2]))
+    counted = count_flops(lambda: runner.states(batch, [3], start=2, hidden=states[2]))
     assert counted == costs[2].forward_flops
 
 
@@ -194,16 +191,16 @@ class MidwayError(Exception):
 
 def test_after_an_exception_inside_everything_is_as_before():
     parts, batch = decoder("gpt2"), tokens()
-    cut, modules = BoundaryRunner(parts.chain), list(parts.model.modules())
-    hidden = cut.states(batch, [3])[3]
-    with suppress(MidwayError), cut.running(level=3, hidden=hidden):
+    runner, modules = BoundaryRunner(parts.chain), list(parts.model.modules())
+    hidden = runner.states(batch, [3])[3]
+    with suppress(MidwayError), runner.running(start=3, hidden=hidden):
         assert "forward" in vars(parts.model.get_submodule("transformer.h.0"))
         raise MidwayError
     wrong = {"input_ids": torch.full((2, 12), 500)}  # no such token: the model itself fails
     for failing in (
-        lambda: cut.states(wrong, [3]),
-        lambda: cut.states(wrong, [3], level=1, hidden=hidden),
-        lambda: cut.check(wrong, 3),
+        lambda: runner.states(wrong, [3]),
+        lambda: runner.states(wrong, [3], start=1, hidden=hidden),
+        lambda: runner.check(wrong, 3),
     ):
         with pytest.raises(IndexError):
             failing()
@@ -217,8 +214,8 @@ def test_a_forward_method_that_somebody_replaced_is_put_back():
     first = parts.model[1]  # pyright: ignore[reportIndexIssue] - an nn.Sequential
     theirs = first.forward = lambda x: F.linear(x, first.weight, first.bias) + 1
     batch = {"input": torch.randn(3, 3, 4)}
-    cut = BoundaryRunner(parts.chain)
-    with cut.running(level=1, hidden=cut.states(batch, [1])[1]):
+    runner = BoundaryRunner(parts.chain)
+    with runner.running(start=1, hidden=runner.states(batch, [1])[1]):
         assert first.forward is not theirs
     assert first.forward is theirs
 
@@ -228,7 +225,7 @@ def test_a_check_leaves_modes_and_batchnorm_alone():
     activate(parts, parts[2])
     modes = {module: module.training for module in parts.model.modules()}
     buffers = {name: buffer.clone() for name, buffer in parts.model.named_buffers()}
-    BoundaryRunner(parts.chain).check(batch, level_of(parts, parts[2]))
+    BoundaryRunner(parts.chain).check(batch, parts[2].boundary)
     assert {module: module.training for module in parts.model.modules()} == modes
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in parts.model.named_buffers())
 
@@ -239,22 +236,22 @@ def test_activation_checkpointing_inside_the_cut(name: str):
     parts, batch = decoder(name), tokens() | {"use_cache": False}
     model: Any = parts.model
     block = parts[1]
-    level = level_of(parts, block)
+    boundary = block.boundary
     if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20 or so
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     activate(parts, block)
-    cut, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
-    cut.check(batch, level)
+    runner, costs = BoundaryRunner(parts.chain), layer_costs(parts.chain, batch)
+    runner.check(batch, boundary)
     whole = step(model, block, batch)
-    hidden = cut.states(batch, [level])[level]
+    hidden = runner.states(batch, [boundary])[boundary]
     with set_checkpoint_early_stop(False):
         all_flops = count_flops(lambda: step(model, block, batch))
-        with cut.running(level=level, hidden=hidden):
+        with runner.running(start=boundary, hidden=hidden):
             assert same(whole, step(model, block, batch))
             assert all_flops - count_flops(lambda: step(model, block, batch)) == sum(
-                cost.forward_flops for cost in costs[:level]
+                cost.forward_flops for cost in costs[:boundary]
             )
 
 
@@ -293,7 +290,7 @@ class SkippedModel(SkippingModel):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (SkippingModel, "run from layer 2 differs from the whole run: more than the hidden states crosses"),
+        (SkippingModel, "run from layer 2 differs from the full run: more than the hidden states crosses"),
         (NamedModel, r"called with \['input'\] by name: its hidden states must be the first positional argument"),
         (SkippedModel, "did not reach layer 2"),
     ],
@@ -308,7 +305,7 @@ def test_a_module_on_both_sides_of_the_boundary_is_refused():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.Linear(4, 4), shared)
     chain = Chain.of_modules(model, {"0": ["0"], "1": ["1"], "2": ["2"]})
-    with pytest.raises(BoundaryError, match="differs from the whole run"):
+    with pytest.raises(BoundaryError, match="differs from the full run"):
         BoundaryRunner(chain).check({"input": torch.randn(2, 4)}, 1)
     assert "forward" not in vars(shared)
 
@@ -322,7 +319,7 @@ def test_a_loss_over_the_routers_of_all_layers_is_refused():
     with pytest.raises(
         BoundaryError, match=r"MixtralForCausalLM has a part from the routers of all .*output_router_logits"
     ):
-        BoundaryRunner(parts.chain).check(tokens(), level_of(parts, parts[2]))
+        BoundaryRunner(parts.chain).check(tokens(), parts[2].boundary)
 
 
 class BiasedLossModel(SkippingModel):
@@ -337,7 +334,7 @@ class BiasedLossModel(SkippingModel):
 
 def test_a_loss_that_reads_below_the_boundary_is_refused():
     chain = Chain.of_modules(BiasedLossModel(), {str(index): [f"layers.{index}"] for index in range(4)})
-    with pytest.raises(BoundaryError, match="differs from the whole run"):
+    with pytest.raises(BoundaryError, match="differs from the full run"):
         BoundaryRunner(chain).check({"x": torch.randn(2, 4)}, 2)
 
 
@@ -350,7 +347,8 @@ def test_a_model_that_puts_out_nan_can_still_be_cut():
 
 
 def test_embeddings_are_looked_up_and_nothing_else_below_runs():
-    cut = BoundaryRunner(decoder("opt-350m").chain)
-    names = {module: name for name, module in cut.chain.model.named_modules()}
-    assert [names[module] for module in cut.bypassed(2)] == ["model.decoder.project_in", "model.decoder.layers.0"]
-    assert cut.bypassed(0) == []
+    runner = BoundaryRunner(decoder("opt-350m").chain)
+    names = {module: name for name, module in runner.chain.model.named_modules()}
+    skipped = [names[module] for module in runner.skipped_modules(2)]
+    assert skipped == ["model.decoder.project_in", "model.decoder.layers.0"]
+    assert runner.skipped_modules(0) == []

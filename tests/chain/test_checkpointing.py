@@ -11,11 +11,11 @@ import transformers as hf
 from torch import Tensor, nn
 
 import blocktrain as bt
-from blocktrain.chain.activation import activate, release
 from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.checkpointing import checkpointed_layers, checkpointing
 from blocktrain.chain.cost import layer_costs, theoretical_step_flops
+from blocktrain.chain.freezing import activate, release
 from blocktrain.memory.flops import StepCounter, saved_bytes
 from blocktrain.modules.wrap import wrap_forward
 
@@ -145,7 +145,7 @@ def test_the_prefix_runs_once_and_keeps_nothing_the_others_run_twice(theirs: boo
             wrap_forward(module, counts[-1])  # further in than checkpointing, as weights fetched for the occasion are
     with checkpointing(parts) if theirs is None else nullcontext():
         step(parts, parts[1], text())
-    first = parts.chain.layers.index(parts[1].layers[0])
+    first = parts[1].boundary
     assert [count.runs for count in counts] == [1] * (first - 1) + [2] * (len(counts) - first + 1)
 
 
@@ -160,13 +160,12 @@ def test_everything_is_as_before_afterwards():
 def test_a_run_from_stored_hidden_states_is_recomputed_from_them(name: str):
     build, batch_of = MODELS[name]
     parts, batch = bt.partition(build(), num_blocks=3), batch_of()
-    block, cut = parts[1], BoundaryRunner(parts.chain)
-    level = parts.chain.layers.index(block.layers[0])
+    block, runner = parts[1], BoundaryRunner(parts.chain)
     activate(parts, block)
-    cut.check(batch, level)
-    hidden = cut.states(batch, [level])[level]
+    runner.check(batch, block.boundary)
+    hidden = runner.states(batch, [block.boundary])[block.boundary]
     expected = step(parts, block, batch)
-    with checkpointing(parts), cut.running(level=level, hidden=hidden):
+    with checkpointing(parts), runner.running(start=block.boundary, hidden=hidden):
         assert_same(step(parts, block, batch), expected)
 
 

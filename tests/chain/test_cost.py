@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from blocktrain.chain.chain import Chain
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import PartitionError
 from blocktrain.memory.flops import StepCounter

@@ -12,8 +12,9 @@ from torch import nn
 
 from blocktrain.chain.block import Partition
 from blocktrain.chain.cost import layer_costs
-from blocktrain.chain.find import find_chain
-from blocktrain.chain.partition import partition
+from blocktrain.chain.discovery import find_chain
+from blocktrain.chain.partition import partition, partition_by_config
+from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError, PartitionError
 
@@ -91,7 +92,7 @@ def test_a_block_that_owns_nothing_is_refused():
 
 
 def test_too_few_and_too_many_blocks():
-    with pytest.raises(PartitionError, match="num_blocks must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match="count must be at least 1, not 0"):
         partition(mlp(), num_blocks=0)
     with pytest.raises(PartitionError, match="5 blocks need at least 5 layers; the model has 4: use fewer blocks"):
         partition(mlp(), num_blocks=5)
@@ -99,8 +100,28 @@ def test_too_few_and_too_many_blocks():
 
 def test_number_or_patterns_but_not_both():
     for given in ({}, {"num_blocks": 2, "patterns": [["*"]]}):
-        with pytest.raises(ConfigError, match="give one of num_blocks, largest and patterns"):
+        with pytest.raises(ConfigError, match="give exactly one of num_blocks, largest and patterns"):
             partition(mlp(), **given)
+
+
+def test_layers_from_a_configuration():
+    """What `[blocks] layers` of a run says, for a model whose layers are not found automatically."""
+    config = PartitionConfig(count=2, layers={"low": ["0", "1", "2", "3"], "high": ["4", "5", "6", "7"]})
+    assert names(partition_by_config(mlp(), config)) == [["low"], ["high"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, "stages = 0 must be at least 1"),
+        ({"largest": 100, "patterns": [["*"]]}, "give largest or patterns, not both"),
+        ({"largest": 100, "stages": 2}, "stages = 2 cuts the model into a number of blocks"),
+        ({"patterns": [["*"]], "stages": 2}, "stages = 2 cuts the model into a number of blocks"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartitionConfig(**options)
 
 
 # -- by patterns ------------------------------------------------------------------------------------------------------
@@ -165,7 +186,7 @@ def test_blocks_balanced_by_flops():
 
 
 def test_flops_are_counted_of_a_batch():
-    with pytest.raises(ConfigError, match="balance='flops' counts one forward pass: give batch="):
+    with pytest.raises(ConfigError, match="balance = 'flops' counts the FLOPs of a forward pass: give batch="):
         partition(gpt2(), num_blocks=2, balance="flops")
 
 

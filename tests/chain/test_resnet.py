@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.resnet import BASIC_DEPTHS, BOTTLENECK_STAGES, ResNet, resnet
 from blocktrain.errors import ConfigError
 

@@ -282,7 +282,16 @@ def test_an_exact_run_keeps_what_bf16_leaves_out(make) -> None:
     assert moved > 0.9 * scalars
 
 
+def test_layers_can_be_named(make) -> None:
+    layers = {"low": ["transformer.wte", "transformer.wpe"], "rest": ["transformer.h", "transformer.ln_f", "lm_head"]}
+    trainer = make(Blocks(count=2, layers=layers))
+    trainer.create_optimizer()
+    assert [block.names for block in trainer.visiting.blocks.partition] == [("low",), ("rest",)]
+
+
 def test_what_cannot_work_is_refused(make, model) -> None:
+    with pytest.raises(ConfigError, match="balance = 'flops' counts a forward pass over a batch, and Blocks has none"):
+        Blocks(balance="flops")
     with pytest.raises(ConfigError, match="visits of 2 epochs"):
         make(Blocks(visit=bt.Duration.epochs(2))).train()
     trainer = make()

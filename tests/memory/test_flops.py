@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError
 from blocktrain.memory.fake import fake_copy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blocktrain as bt
-from blocktrain.chain.activation import activate, release
+from blocktrain.chain.freezing import activate, release
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.modules.tied import share_gradients, unshare_gradients

@@ -36,7 +36,7 @@ class MoveLastBias:
             raise ConfigError(f"{self.setting} needs fp32")
 
     def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in partition.above(block).items() if name == BIAS}
+        return {name: parameter for name, parameter in partition.parameters_above(block).items() if name == BIAS}
 
     @contextmanager
     def updating(self, partition: Partition, active: ActiveBlock) -> Iterator[None]:

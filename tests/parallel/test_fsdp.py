@@ -100,12 +100,12 @@ def bytes_of_a_step(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block)
 def bytes_above_a_boundary(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block) -> list[int]:
     """Gathered to find the hidden states below `block`, then in a step that begins with them."""
     chain = optimizer.partition.chain
-    cut, level = ShardedBoundaryRunner(chain), chain.layers.index(block.layers[0])
+    cut, level = ShardedBoundaryRunner(chain), block.boundary
     rows = rows_of(0)[ranks.rank :: ranks.size]
     counted.update(gathered=0)
     hidden = cut.states({"input_ids": rows}, [level])[level]
     below = counted["gathered"]
-    with cut.running(level=level, hidden=hidden):
+    with cut.running(start=level, hidden=hidden):
         return [below, bytes_of_a_step(ranks, optimizer, block)["gathered"]]
 
 
@@ -199,7 +199,7 @@ def test_a_step_above_a_boundary_gathers_nothing_below_it_but_the_embedding(
     layers = [sum(p.numel() for p in layer.values()) for layer in partition.chain.owned]
     for found in trained[2]:
         for block, (below, above), whole in zip(partition.blocks[1:], found["cut"], found["counted"][1:], strict=True):
-            level = partition.chain.layers.index(block.layers[0])
+            level = block.boundary
             assert above <= whole["gathered"] - 4 * sum(layers[1:level])  # a backward pass may gather one ahead, too
             assert below == 4 * sum(layers[:level]) + (0 if trained[0] == "llama" else 4 * NORM)
 

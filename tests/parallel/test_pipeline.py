@@ -90,7 +90,7 @@ def alone(model: nn.Module, partition: bt.Partition, optimizer: bt.BlockOptimize
 
 def hidden_of(pipeline: Pipeline, block: bt.Block, step: int, ranks: Ranks) -> list[Tensor | None] | None:
     """What this process has stored, as a prefix cache would."""
-    level = pipeline.partition.chain.layers.index(block.layers[0])
+    level = block.boundary
     if pipeline.config.start == "inputs" or not level:
         return None
     cut = BoundaryRunner(pipeline.partition.chain)

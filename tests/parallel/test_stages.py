@@ -38,7 +38,7 @@ def test_a_piece_of_each_block_stays_where_it_is() -> None:
 
 def test_contiguous_blocks_are_spread_by_what_a_visit_costs() -> None:
     partition = cut(3)
-    assert visit_costs(partition, partition[1], EVEN) == [1.0] * 4 + [3.0] * 4 + [2.0] * 4
+    assert visit_costs(partition[1], EVEN) == [1.0] * 4 + [3.0] * 4 + [2.0] * 4
     assert plan(partition, 1, 2) == [list(range(7)), list(range(7, 12))]  # 13 and 11 forward passes
     assert plan(partition, 1, 2, start="boundary") == [[4, 5, 6], [7, 8, 9, 10, 11]]  # 9 and 11
     assert plan(partition, 2, 4, start="boundary") == [[8], [9], [10], [11]]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.chain.cost import layer_costs
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.partition import partition
 from blocktrain.memory.flops import StepCounter
 from blocktrain.plan.layout import Layout, piece_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from blocktrain.units import Duration
 
 @dataclass
 class Inner:
-    """Inner things."""
+    """Inner things.
+
+    size: how many
+    """
 
     size: int = 3
 
@@ -32,6 +36,16 @@ class Outer:
     options: dict = field(default_factory=dict)
 
 
+@dataclass
+class Extended(Inner):
+    """More than inner things.
+
+    groups: names of each group
+    """
+
+    groups: Mapping[str, Sequence[str]] | None = None
+
+
 def test_a_table_is_its_dataclass():
     outer, inner = tables(Outer)
     assert outer.text == "Outer things."
@@ -41,6 +55,15 @@ def test_a_table_is_its_dataclass():
         ("options", "table", "{}", ""),
     ]
     assert (inner.name, inner.optional, inner.keys[0].default) == ("inner", True, "3")
+
+
+def test_a_table_that_extends_another_tells_of_its_keys_too():
+    (table,) = tables(Extended)
+    assert table.text == "More than inner things."
+    assert [(key.name, key.kind, key.text) for key in table.keys] == [
+        ("size", "whole number", "how many"),
+        ("groups", "table of list of text", "names of each group"),
+    ]
 
 
 def test_every_key_is_described():

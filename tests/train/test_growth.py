@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import blocktrain as bt
-from blocktrain.chain.activation import evaluating
-from blocktrain.chain.load import ModelConfig
+from blocktrain.chain.freezing import evaluating
+from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.errors import ConfigError
 from blocktrain.memory.flops import StepCounter
 from blocktrain.records.log import Event, read_events

@@ -199,6 +199,10 @@ config = { n_layer = 2, n_embd = 32 }
 source = "corpus"
 [blocks]
 patterns = [["embedding", "transformer.h.0"], ["*"]]
+[blocks.layers]
+embedding = ["transformer.wte", "transformer.wpe"]
+"transformer.h.0" = ["transformer.h.0"]
+top = ["transformer.h.1", "transformer.ln_f"]
 [schedule]
 visit = "50 steps"
 order = [0, 1, 0]
@@ -221,6 +225,12 @@ def test_a_run_configuration_comes_back_from_run_json():
     config = RunConfig.from_mapping(tomllib.loads(RUN))
     assert config.schedule.order == (0, 1, 0)
     assert config.blocks.patterns == (("embedding", "transformer.h.0"), ("*",))
+    assert config.blocks.layers is not None
+    assert list(config.blocks.layers.items()) == [  # in the order of the file, which is that of the forward pass
+        ("embedding", ("transformer.wte", "transformer.wpe")),
+        ("transformer.h.0", ("transformer.h.0",)),
+        ("top", ("transformer.h.1", "transformer.ln_f")),
+    ]
     assert config.optimizer.weight_decay == 0.0
     assert RunConfig.from_mapping(config.to_mapping()) == config
     assert RunConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
@@ -233,6 +243,8 @@ def test_a_run_configuration_comes_back_from_run_json():
         ("optimiser.lr=1", r"unknown key 'optimiser'; did you mean 'optimizer'\?"),
         ("schedule.order=ascendin", r"schedule\.order: 'ascendin' is not one of its values; did you mean 'ascending'"),
         ("schedule.plateau.patience=5", r"schedule\.plateau\.patience: 5 is not a duration"),
+        ('blocks.layers={ embedding = "wte" }', r"blocks\.layers\.embedding must be a list, not 'wte'"),
+        ("blocks.layers=[]", r"blocks\.layers is a table: write \[blocks\.layers\]"),
         ("optimizer.lr=-1", r"\[optimizer\] lr must be positive, not -1"),
         ("precision=bf17", "precision 'bf17' is unknown"),
         ("schedule.plateau.threshold=1.5", r"\[schedule\.plateau\] plateau threshold must be in"),

@@ -241,7 +241,7 @@ class PrefixCache:
     def _compute(self, level: int, hidden: Tensor | None, slots: np.ndarray, batch: Batch) -> Tensor:
         """Run `batch` from `hidden` at `level` (0: its inputs) up to the visit's level; store what it passes."""
         targets = [self.level] if self._levels is None else [at for at in self._levels if level < at <= self.level]
-        states = self.cut.states(batch, targets, level=level, hidden=hidden)
+        states = self.cut.states(batch, targets, start=level, hidden=hidden)
         result = states[self.level]
         if not self.statistics.computed:
             self.statistics.encoding_error = self.encoding.error(result)

@@ -1,21 +1,22 @@
-"""Cutting a chain into contiguous blocks of nearly equal cost. Plain numbers in, plain numbers out."""
+"""Dividing a sequence of costs into contiguous parts of nearly equal cost. Plain numbers in, plain ranges out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from blocktrain.errors import PartitionError
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[range]:
-    """Contiguous, non-empty ranges over `costs`: the largest part is as small as it can be, and among those
-    divisions the sum of squares is smallest. Memory is set by the largest block, so that comes first.
+    """Divide `costs` into contiguous, non-empty ranges. The largest part is as small as possible, because memory is
+    set by the largest block; among the divisions with that largest part, the sum of squares is smallest.
 
     >>> balanced([4, 1, 1, 1, 1, 4], 3)
     [range(0, 1), range(1, 5), range(5, 6)]
 
-    Dynamic programming over (parts, end), O(parts x layers^2).
+    Dynamic programming over (parts, end), O(parts x layers^2). Raises `PartitionError` for fewer costs than parts.
     """
     layers = len(costs)
     if parts < 1:
@@ -27,32 +28,38 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     def cost(start: int, end: int) -> float:
         return total[end] - total[start]
 
-    # First the smallest possible largest part, then the most even division that respects it.
-    limit = _best(layers, parts, cost, max)[0]
-    starts = _best(layers, parts, lambda a, b: _capped_square(cost(a, b), limit), lambda x, y: x + y)[1]
+    def capped_square(start: int, end: int) -> float:
+        part = cost(start, end)
+        return part * part if part <= limit * (1 + 1e-12) else float("inf")
+
+    # First the smallest possible largest part, then the most even division within that limit.
+    limit, _ = _best(layers, parts, cost, max)
+    _, starts = _best(layers, parts, capped_square, operator.add)
     return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
 
 
 def balanced_up_to(costs: Sequence[float], limit: float) -> list[range]:
-    """As few contiguous ranges as keep each part within `limit`, divided as `balanced` does; no cost may exceed it.
+    """Divide `costs` as `balanced` does, into as few contiguous ranges as possible with no part above `limit`. No
+    single cost may exceed it.
 
     >>> balanced_up_to([2, 2, 1, 1, 2], 4)
     [range(0, 2), range(2, 5)]
     """
     parts, filled = 1, 0.0
-    for cost in costs:  # taking as many as fit, from the front, gives the fewest
+    for cost in costs:  # filling each part from the front gives the fewest parts
         if filled + cost > limit:
             parts, filled = parts + 1, 0.0
         filled += cost
     return balanced(costs, parts)
 
 
-def _capped_square(cost: float, limit: float) -> float:
-    return cost * cost if cost <= limit * (1 + 1e-12) else float("inf")
+def _best(
+    layers: int, parts: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The smallest joined cost of dividing `layers` into `parts`, and where each part starts.
 
-
-def _best(layers: int, parts: int, cost, join) -> tuple[float, list[int]]:
-    """The smallest joined cost of dividing `layers` into `parts`, and where each part starts."""
+    cost: of the part [start, end). join: combines the cost of earlier parts with that of the next one.
+    """
     # table[p][e] = (joined cost of the first e layers in p parts, start of the last of them)
     table = [{0: (0.0, 0)}]
     for part in range(1, parts + 1):

@@ -1,17 +1,17 @@
-"""Running a model from, or only up to, a boundary between two layers.
+"""Running a model from a boundary between two layers, or only up to one.
 
-    level       0            1          2          3
-    chain   [embedding]  [layer 0]  [layer 1]  [layer 2]  [head]
-                             |          |
-    full run      runs ----> runs ----> runs ----> runs ----> runs
-    from level 2  (looks up) passes     h_2 ----> runs ----> runs      h_2 takes the place of what layer 1 passes on
-    up to level 2 runs ----> runs ----> h_2 |                          stops before layer 2
-    both (a stage of a pipeline)  h_1 ----> runs ----> h_2 |
+    boundary       0             1          2          3          4
+    chain          | [embedding] |  [h.0]   |  [h.1]   |  [h.2]   |  [head]
 
-Level i is the boundary below layer i. The model's own code runs as it always does, with its masks, positions and
-rotary tables; a layer below the boundary hands its input through, and the first layer above it is given the stored
-hidden states instead. A table of embeddings is still looked up: that costs no FLOPs, and the model's code needs its
-shape.
+    full run         runs -------> runs ----> runs ----> runs ----> runs
+    from 2           looks up      passes     runs ----> runs ----> runs     h_2 replaces the input of h.1
+    up to 2          runs -------> runs ----> h_2                            stops before h.1
+    from 2 to 3      looks up      passes     runs ----> h_3                 a stage of a pipeline
+
+Boundary i lies below layer i of the chain, and h_i are the hidden states there. The model's own code runs as it always
+does, with its masks, positions and rotary tables: a layer below the boundary returns its input, and the first layer
+above the boundary is given the stored hidden states. Embedding tables are still looked up, which costs no FLOPs,
+because the model's code needs the shape of the result.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.chain import Chain
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import BlocktrainError
 from blocktrain.modules.chunked_loss import whole_logits
 
@@ -34,101 +34,108 @@ class BoundaryError(BlocktrainError):
 
 
 class _Stop(BaseException):
-    """Ends a forward pass at a boundary; never leaves this file."""
+    """Ends a forward pass at a boundary. It never leaves this file, and no `except Exception` of a model catches it."""
 
 
 class BoundaryRunner:
-    """Runs the model of `chain` from and up to levels. Holds no tensors."""
+    """Runs the model of `chain` from and up to boundaries. It holds no tensors."""
 
     def __init__(self, chain: Chain):
         self.chain = chain
-        self._checked: set[int] = set()  # levels
-        self._tuples: dict[nn.Module, int] = {}  # layer module -> length of the tuple it returns, if it returns one
+        self._checked: set[int] = set()  # boundaries
+        self._tuple_lengths: dict[nn.Module, int] = {}  # of layer modules that return a tuple
 
-    def bypassed(self, level: int) -> list[nn.Module]:
-        """The modules that do nothing in a run from `level`: those of the layers below it, but for embeddings."""
-        modules = [list(layer.modules.values()) for layer in self.chain.layers[:level]]
+    def skipped_modules(self, boundary: int) -> list[nn.Module]:
+        """The modules that do nothing in a run from `boundary`: those of the layers below it, except embeddings."""
+        modules = [list(layer.modules.values()) for layer in self.chain.layers[:boundary]]
         if modules:
-            modules[0] = [module for module in modules[0] if not _looks_up(module)]
-        return [module for mine in modules for module in mine]
+            modules[0] = [
+                module for module in modules[0] if not any(isinstance(part, nn.Embedding) for part in module.modules())
+            ]
+        return [module for of_layer in modules for module in of_layer]
 
     @contextmanager
-    def running(self, *, level: int = 0, hidden: Tensor | None = None) -> Iterator[None]:
-        """Inside, the model runs from `level` on `hidden` (B, ...); level 0 is the model as it is.
+    def running(self, *, start: int = 0, hidden: Tensor | None = None) -> Iterator[None]:
+        """Inside this context the model runs from boundary `start` on the states `hidden` (B, ...) there; from boundary
+        0 it runs as it is.
 
         The backward pass belongs inside too: activation checkpointing runs layers again.
         """
         with ExitStack() as stack:
-            if level:
+            if start:
                 assert hidden is not None, "a run from a boundary needs its hidden states"
-                for module in self.bypassed(level):
-                    stack.enter_context(pass_through(module, self._tuples.get(module), like=hidden))
-                for layer in self.chain.layers[1:level]:  # of the first, what looks embeddings up still runs
+                for module in self.skipped_modules(start):
+                    stack.enter_context(pass_through(module, self._tuple_lengths.get(module), like=hidden))
+                for layer in self.chain.layers[1:start]:  # not the first layer, whose embeddings still run
                     for module in layer.modules.values():
                         stack.enter_context(_without_hooks(module))
-                entry = self._entry(level)
-                handle = entry.register_forward_pre_hook(
-                    lambda _module, args, kwargs: _replaced(args, kwargs, hidden), with_kwargs=True
-                )
+
+                def replace_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+                handle = self._entry(start).register_forward_pre_hook(replace_input, with_kwargs=True)
                 stack.callback(handle.remove)
             yield
 
     @torch.no_grad()
     def states(
-        self, batch: Mapping[str, Any], levels: Sequence[int], *, level: int = 0, hidden: Tensor | None = None
+        self, batch: Mapping[str, Any], boundaries: Sequence[int], *, start: int = 0, hidden: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """Hidden states at `levels` for a batch, from the inputs or from `hidden` at `level`; nothing above the
-        highest of them runs."""
-        return self._caught(batch, levels, level, hidden)
+        """The hidden states of a batch at each of `boundaries`, without gradients, computed from the inputs or from
+        `hidden` at boundary `start`. Layers above the highest boundary do not run."""
+        return self._run_up_to(batch, boundaries, start, hidden)
 
-    def through(
+    def run(
         self, batch: Mapping[str, Any], *, start: int = 0, end: int | None = None, hidden: Tensor | None = None
     ) -> Any:
-        """What layers [start, end) make of the inputs, or of `hidden` at `start`: hidden states that can be
-        differentiated, or the model's own output where `end` is None."""
+        """What layers [start, end) compute from the inputs, or from `hidden` at boundary `start`: hidden states that
+        can be differentiated, or the model's own output where `end` is None."""
         if end is not None:
-            return self._caught(batch, [end], start, hidden)[end]
-        with self.running(level=start, hidden=hidden):
+            return self._run_up_to(batch, [end], start, hidden)[end]
+        with self.running(start=start, hidden=hidden):
             return self.chain.model(**batch)
 
-    def _caught(
-        self, batch: Mapping[str, Any], levels: Sequence[int], level: int, hidden: Tensor | None
+    def _run_up_to(
+        self, batch: Mapping[str, Any], boundaries: Sequence[int], start: int, hidden: Tensor | None
     ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
+        highest = max(boundaries)
 
-        def catch(at: int):
+        def catch(boundary: int):
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                found[at] = hidden_of(args, kwargs)
-                if at == max(levels):
+                states[boundary] = hidden_of(args, kwargs)
+                if boundary == highest:
                     raise _Stop
 
             return hook
 
-        with self.running(level=level, hidden=hidden), ExitStack() as stack:
-            for at in levels:
-                handle = self._entry(at).register_forward_pre_hook(catch(at), prepend=True, with_kwargs=True)
+        with self.running(start=start, hidden=hidden), ExitStack() as stack:
+            for boundary in boundaries:
+                entry = self._entry(boundary)
+                handle = entry.register_forward_pre_hook(catch(boundary), prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
             try:
-                self._begin(batch)
+                self._run_until_stopped(batch)
             except _Stop:
-                return found
-        raise BoundaryError(f"the forward pass of {type(self.chain.model).__name__} did not reach layer {max(levels)}")
+                return states
+        raise BoundaryError(f"the forward pass of {type(self.chain.model).__name__} did not reach layer {highest}")
 
-    def _begin(self, batch: Mapping[str, Any]) -> None:
-        """A forward pass that will be stopped before its end."""
+    def _run_until_stopped(self, batch: Mapping[str, Any]) -> None:
+        """A forward pass that a `_Stop` ends before the model does; a sharded model begins it differently."""
         self.chain.model(**batch)
 
     @torch.no_grad()
-    def check(self, batch: Mapping[str, Any], level: int) -> None:
-        """Compare a run from `level` with the whole run on a (small) batch; raises `BoundaryError` where they differ.
+    def check(self, batch: Mapping[str, Any], boundary: int) -> None:
+        """Compare a run from `boundary` with the full run on a (small) batch; raises `BoundaryError` where they differ.
 
-        In eval mode, so that dropout does not differ and no BatchNorm moves. Also learns which layers return tuples.
-        A level that was found right is not run again: what crosses a boundary is a matter of the model's code.
+        The comparison runs in eval mode, so that dropout does not differ and no BatchNorm moves. It also finds out
+        which layers return tuples. A boundary that has passed is not checked again: what crosses it depends on the
+        model's code alone.
         """
-        if level in self._checked:
+        if boundary in self._checked:
             return
         with evaluating(self.chain.model):
-            self._learn(batch, level)
+            self._find_tuple_lengths(batch, boundary)
             output = self.chain.model(**batch)
             if getattr(output, "aux_loss", None) is not None:
                 raise BoundaryError(
@@ -136,51 +143,47 @@ class BoundaryRunner:
                     "set output_router_logits = false in its configuration, or prefix.store = 'off' and "
                     "distributed.layout = 'rows'"
                 )
-            whole = _results(output)
-            hidden = self.states(batch, [level])[level]
-            with self.running(level=level, hidden=hidden):
-                cut = _results(self.chain.model(**batch))
-        if not all(_close(*pair) for pair in zip(whole, cut, strict=True)):
+            full = _results(output)
+            hidden = self.states(batch, [boundary])[boundary]
+            with self.running(start=boundary, hidden=hidden):
+                from_boundary = _results(self.chain.model(**batch))
+        if not all(_close(*pair) for pair in zip(full, from_boundary, strict=True)):
             raise BoundaryError(
-                f"{type(self.chain.model).__name__} run from layer {self.chain.layers[level].name} differs from the "
-                "whole run: more than the hidden states crosses that boundary"
+                f"{type(self.chain.model).__name__} run from layer {self.chain.layers[boundary].name} differs from the "
+                "full run: more than the hidden states crosses that boundary"
             )
-        self._checked.add(level)
+        self._checked.add(boundary)
 
-    def _learn(self, batch: Mapping[str, Any], level: int) -> None:
+    def _find_tuple_lengths(self, batch: Mapping[str, Any], boundary: int) -> None:
         def note(module: nn.Module, _args: Any, output: Any) -> None:
             if isinstance(output, tuple):
-                self._tuples[module] = len(output)
+                self._tuple_lengths[module] = len(output)
 
         with ExitStack() as stack:
-            for module in self.bypassed(level):
+            for module in self.skipped_modules(boundary):
                 stack.callback(module.register_forward_hook(note).remove)
-            self.states(batch, [level])
+            self.states(batch, [boundary])
 
-    def _entry(self, level: int) -> nn.Module:
-        """The module that layer `level` runs first."""
-        return next(iter(self.chain.layers[level].modules.values()))
-
-
-def _looks_up(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Embedding) for part in module.modules())
+    def _entry(self, boundary: int) -> nn.Module:
+        """The module that the layer above `boundary` runs first."""
+        return next(iter(self.chain.layers[boundary].modules.values()))
 
 
 @contextmanager
-def pass_through(module: nn.Module, length: int | None, *, like: Tensor | None = None) -> Iterator[None]:
-    """Inside, `module` hands its input on, as the first of a tuple of `length` if it would return one.
+def pass_through(module: nn.Module, tuple_length: int | None, *, like: Tensor | None = None) -> Iterator[None]:
+    """Inside this context `module` returns its input, as the first of a tuple of `tuple_length` if one is given.
 
-    like: of what it hands on only the shape will be looked at, and where it would have made it wider (a projection of
-        embeddings), that of `like` is right.
+    like: only the output's shape is used; where `module` would change it (a projection of embeddings), the output is
+        zeros of this tensor's shape.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = hidden_of(args, kwargs)
-        if like is not None and given.shape != like.shape and given.dim() == like.dim():
-            given = torch.zeros_like(like)
-        return given if length is None else (given, *[None] * (length - 1))
+        output = hidden_of(args, kwargs)
+        if like is not None and output.shape != like.shape and output.dim() == like.dim():
+            output = torch.zeros_like(like)
+        return output if tuple_length is None else (output, *[None] * (tuple_length - 1))
 
-    before = vars(module).get("forward")  # one that somebody put there, as accelerate does
+    before = vars(module).get("forward")  # another library may have replaced it on the instance, as accelerate does
     module.forward = forward
     try:
         yield
@@ -192,7 +195,8 @@ def pass_through(module: nn.Module, length: int | None, *, like: Tensor | None =
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Nobody is told of a module that does nothing: its weights, where they are in parts, are not gathered."""
+    """Inside this context no forward hook of `module` fires. It does nothing there, so FSDP need not all-gather its
+    weights."""
     hooks = (module._forward_pre_hooks, module._forward_hooks)
     before = [dict(of_kind) for of_kind in hooks]
     for of_kind in hooks:
@@ -205,7 +209,7 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """What a layer is called with. Raises `BoundaryError` where that cannot be told."""
+    """The hidden states that a layer is called with; raises `BoundaryError` where its arguments do not tell."""
     if not args and "hidden_states" not in kwargs:
         raise BoundaryError(
             f"a layer is called with {sorted(kwargs)} by name: its hidden states must be the first positional argument "
@@ -214,22 +218,14 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
-
-
 def _results(output: Any) -> list[Tensor]:
-    """What must not change: the logits, and the loss, to which more may belong."""
+    """What a run from a boundary must not change: the logits, and the loss, which may depend on more than them."""
     if isinstance(output, Tensor):
         return [output]
     results = [result for name in ("logits", "loss") if (result := getattr(output, name, None)) is not None]
     return [whole_logits(result) for result in results]
 
 
-def _close(whole: Tensor, cut: Tensor) -> bool:
-    scale = float(whole.nan_to_num(0, 0, 0).abs().max())
-    return torch.allclose(whole, cut, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+def _close(full: Tensor, from_boundary: Tensor) -> bool:
+    scale = float(full.nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(full, from_boundary, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

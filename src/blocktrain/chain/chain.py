@@ -1,10 +1,10 @@
-"""A model as a chain of layers, the only view of it that the rest of the package needs.
+"""A model as a chain of layers: the only view of a model that the rest of the package needs.
 
     tokens -> [embedding] -> [layer 0] -> [layer 1] -> ... -> [head] -> logits
                wte, wpe       h.0          h.1                ln_f, lm_head
 
-A `Layer` is the smallest unit a model is cut into: whole modules, in the order the forward pass runs them. The
-model itself stays as it is and runs its own code; a chain only says which of its modules belong together.
+A `Layer` is the smallest unit a model is cut into: whole modules, in the order in which the forward pass runs them.
+The model itself stays as it is and runs its own code; a chain only says which of its modules belong together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from blocktrain.errors import PartitionError
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One link of the chain: modules that are trained, frozen and cut together."""
+    """One link of a chain: modules that are trained, frozen and cut together."""
 
+    index: int  # its position in the chain, from 0; also the index of the boundary below it
     name: str
     modules: Mapping[str, nn.Module]  # dotted path in the model -> module, in forward order
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter in the layer's modules under its full name, tied ones included."""
+        """Every parameter of the layer's modules under its full name, tied ones included."""
         for path, module in self.modules.items():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield f"{path}.{name}", parameter
@@ -37,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The layers of `model` in forward order; together they hold every parameter."""
+    """The layers of `model` in forward order. Together they hold every parameter; otherwise `PartitionError`."""
 
     model: nn.Module
     layers: tuple[Layer, ...]
@@ -48,42 +49,35 @@ class Chain:
             if id(parameter) not in placed:
                 raise PartitionError(
                     f"parameter '{name}' of {type(self.model).__name__} belongs to no layer of "
-                    f"{[layer.name for layer in self.layers]}; pass layers={...} with the module that holds it"
+                    f"{[layer.name for layer in self.layers]}; pass layers={{...}} with the module that holds it"
                 )
 
     @classmethod
     def of_modules(cls, model: nn.Module, groups: Mapping[str, Sequence[str]]) -> Chain:
-        """A chain from names: `{"embedding": ["transformer.wte", "transformer.wpe"], "h.0": ["transformer.h.0"]}`."""
+        """A chain from names: `{"embedding": ["transformer.wte", "transformer.wpe"], "h.0": ["transformer.h.0"]}`.
+
+        Raises `PartitionError` for a path that is not a module of `model`, and for a parameter in no layer.
+        """
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = []
-        for name, paths in groups.items():
+        for index, (name, paths) in enumerate(groups.items()):
             for path in paths:
                 if path not in modules:
                     raise PartitionError(f"layer '{name}': {type(model).__name__} has no module '{path}'")
-            layers.append(Layer(name, {path: modules[path] for path in paths}))
+            layers.append(Layer(index, name, {path: modules[path] for path in paths}))
         return cls(model, tuple(layers))
 
     @cached_property
     def owned(self) -> tuple[Mapping[str, nn.Parameter], ...]:
-        """Per layer, the parameters it owns by name. A tied parameter is owned by the first layer that uses it:
-        only so does a frozen prefix stay frozen while a later block is active."""
+        """The parameters that each layer owns, by name. A tied parameter is owned by the first layer that uses it:
+        only then does a frozen prefix stay frozen while a later block is active."""
         seen: set[int] = set()
-        result = []
+        owned = []
         for layer in self.layers:
             mine: dict[str, nn.Parameter] = {}
             for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     mine[name] = parameter
-            result.append(mine)
-        return tuple(result)
-
-    @cached_property
-    def ties(self) -> Mapping[str, str]:
-        """Name of each further use of a tied parameter -> the name under which it is owned."""
-        owner = {id(parameter): name for mine in self.owned for name, parameter in mine.items()}
-        return {
-            name: owner[id(parameter)]
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if owner[id(parameter)] != name
-        }
+            owned.append(mine)
+        return tuple(owned)

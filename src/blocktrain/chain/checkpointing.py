@@ -1,15 +1,15 @@
-"""Activation checkpointing that respects blocks: layers that a backward pass goes through keep their inputs alone.
+"""Activation checkpointing that knows about blocks: layers that the backward pass goes through save only their inputs.
 
     frozen prefix            active block             frozen tail
-    keeps nothing            layers' inputs           layers' inputs          (`boundaries`: device or host)
+    saves nothing            layers' inputs           layers' inputs          (`boundaries`: device or host)
     runs once                runs twice               runs twice
 
-A layer's transformer or residual unit is worth it; a table, a norm or a single matrix product is not: it keeps little
-but its input anyway. The logits are another matter (see `modules/chunked_loss.py`).
+A transformer layer or residual unit is checkpointed. An embedding table, a norm or a single matrix product is not,
+because it saves little but its input anyway. The logits are a separate matter (see `modules/chunked_loss.py`).
 
-Hugging Face's own switch acts only in train mode, so never on frozen layers, and its reentrant kind loses the
-gradients of a block behind a frozen prefix. Where it is on, reentrant or not, ours takes over for as long as a block is
-active: no layer is checkpointed twice, and both kinds give the right gradients.
+Hugging Face's own switch acts in train mode only, so never on frozen layers, and its reentrant variant loses the
+gradients of a block above a frozen prefix. Where it is on, reentrant or not, this package's checkpointing replaces it
+for as long as a block is active. So no layer is checkpointed twice, and the gradients are right with both variants.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from blocktrain.modules.wrap import wrap_forward
 
 Boundaries = Literal["device", "host"]
 
-_taken_over: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()  # model -> what hands back
+# Models whose Hugging Face checkpointing is replaced -> the function that restores it.
+_replaced: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 
 
 @contextmanager
 def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") -> Iterator[None]:
-    """Inside, each layer that gradients flow through keeps its input and computes the rest again in the backward pass.
+    """Inside this context, each layer that gradients flow through saves its input only, and is computed again in the
+    backward pass.
 
-    partition: of the model; that of the `BlockOptimizer` whose visits run inside.
-    boundaries: where those inputs wait: on the `device`, or on the `host` (pinned memory on CUDA), copied there and
-        back beside the computation.
+    partition: the partition of the `BlockOptimizer` whose visits run inside.
+    boundaries: where those inputs are stored until then: on the `device`, or on the `host` (in pinned memory with
+        CUDA), copied there and back during the computation.
 
-    Gradients are bit-equal to those without (CPU, fp32), dropout included. A forward pass and its backward pass must
-    both lie inside. Costs one more forward pass of the layers above the prefix, less what nothing needs again.
+    Gradients are bit-equal to those without checkpointing (CPU, fp32), also with dropout. A forward pass and its
+    backward pass must both be inside. It costs one more forward pass of the layers above the prefix, less what the
+    backward pass does not need.
 
-    Keys and values are not cached for later tokens where gradients are taken (as with `use_cache=False`: the cache a
-    model returns is empty); a layer that reads a filled cache runs as it is.
+    Where gradients are computed, keys and values are not cached for later tokens: the cache that a model returns is
+    empty, as with `use_cache=False`. A layer that reads a filled cache is not checkpointed.
     """
     undo = _install(partition, boundaries)
     try:
@@ -54,26 +57,28 @@ def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") ->
 
 
 def checkpointed_layers(chain: Chain) -> list[int]:
-    """Indices of the layers that `checkpointing` computes again."""
-    return [index for index, layer in enumerate(chain.layers) if any(map(_worthwhile, layer.modules.values()))]
+    """Indices of the layers that `checkpointing` recomputes."""
+    return [layer.index for layer in chain.layers if any(map(_has_children, layer.modules.values()))]
 
 
 def disable_hf_checkpointing(partition: Partition) -> None:
-    """Put ours in place of Hugging Face's activation checkpointing, if that is on, until `restore_hf_checkpointing`."""
-    if partition.model not in _taken_over and _switched_on(partition.model):
-        _taken_over[partition.model] = _install(partition, "device")
+    """Replace Hugging Face's activation checkpointing, if it is on, by this one until `restore_hf_checkpointing`."""
+    if partition.model not in _replaced and _hf_checkpointed(partition.model):
+        _replaced[partition.model] = _install(partition, "device")
 
 
 def restore_hf_checkpointing(partition: Partition) -> None:
-    """Leave activation checkpointing to Hugging Face again, where it was taken over."""
-    _taken_over.pop(partition.model, _nothing)()
+    """Undo `disable_hf_checkpointing`, where it replaced anything."""
+    restore = _replaced.pop(partition.model, None)
+    if restore is not None:
+        restore()
 
 
 def _install(partition: Partition, boundaries: Boundaries) -> Callable[[], None]:
     save_input = HostOffload().offloading if boundaries == "host" else None
-    modules = [module for layer in partition.chain.layers for module in layer.modules.values() if _worthwhile(module)]
+    modules = [module for layer in partition.chain.layers for module in layer.modules.values() if _has_children(module)]
     removes = [wrap_forward(module, Recomputed(module, save_input)) for module in modules]
-    theirs = _switched_on(partition.model)
+    theirs = _hf_checkpointed(partition.model)
     for module in theirs:
         module.gradient_checkpointing = False
 
@@ -86,14 +91,11 @@ def _install(partition: Partition, boundaries: Boundaries) -> Callable[[], None]
     return undo
 
 
-def _worthwhile(module: nn.Module) -> bool:
+def _has_children(module: nn.Module) -> bool:
+    """Whether a module is large enough to be checkpointed: a transformer layer is, a table or a norm is not."""
     return next(module.children(), None) is not None
 
 
-def _switched_on(model: nn.Module) -> list[Any]:
+def _hf_checkpointed(model: nn.Module) -> list[Any]:
     """The modules in which Hugging Face's own checkpointing is on."""
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-
-
-def _nothing() -> None:
-    pass

@@ -1,16 +1,16 @@
-"""What each layer costs, and from that what a step costs by closed form.
+"""The FLOPs of each layer, and from them the FLOPs of a step in closed form.
 
-One step of full training, in FLOPs of layer j: w_j in its weights, a_j in attention between activations (no weights)
+A step costs, for layer j with w_j FLOPs in its weights and a_j in attention, which multiplies activations only:
 
     forward               w_j + a_j           every layer
-    activation gradients  w_j + b_j           the first active layer and everything above it
+    activation gradients  w_j + b_j           the first active layer and every layer above it
     weight gradients      w_j                 layers whose weights are active
-    computed again        r_j                 layers under activation checkpointing, from the first active one on
+    recomputation         r_j                 layers under activation checkpointing, from the first active one on
 
-b_j is 2.5 a_j with a fused attention kernel, which computes the scores again (5 matrix products against 2; this
-is how `FlopCounterMode` counts it), and 2 a_j where attention is two plain matrix products. For M equal blocks
-without attention, block k costs (2M - k + 1) / (3M) of a full step. r_j is w_j + a_j less what nothing needs again, as
-a layer's last product if only sums follow it.
+b_j is 2.5 a_j with a fused attention kernel, which computes the scores again (5 matrix products instead of 2; this is
+how `FlopCounterMode` counts it), and 2 a_j where attention is two plain matrix products. With M equal blocks and
+without attention, block k costs (2M - k + 1) / (3M) of a full step. r_j is w_j + a_j less what the backward pass does
+not need, such as a layer's last product if only sums follow it.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class LayerCost:
     forward_flops_attention: int  # a_j
     backward_flops_attention: int  # b_j
     recompute_flops: int = 0  # r_j
-    owner: int  # which layer owns the weights multiplied here: this one, or the embedding for a tied head
+    owner: int  # the layer that owns the weights multiplied here: this one, or the embedding for a tied head
 
     @property
     def forward_flops(self) -> int:
-        """The layer's forward pass."""
+        """FLOPs of the layer's forward pass."""
         return self.forward_flops_weights + self.forward_flops_attention
 
 
 def layer_costs(chain: Chain, batch: Mapping[str, Any]) -> tuple[LayerCost, ...]:
-    """Counted FLOPs of each layer in one forward pass over `batch` (keyword arguments).
+    """The FLOPs of each layer in one forward pass over `batch` (keyword arguments), counted on a copy without memory.
 
-    Counted on a copy without memory; the model is left as it is. What runs between two layers counts to the first
-    of them, what runs before all to the first layer: the sum is the whole forward pass. With dropout, r_j may differ
-    between train and eval mode: it is that of the mode the layer is in.
+    What runs between two layers counts towards the first of them, and what runs before all layers towards the first
+    layer, so the sum is the whole forward pass. With dropout, r_j may differ between train and eval mode; it is counted
+    in the mode that the layer is in.
     """
     counts, needed = _forward_counts(chain, batch)
     owner = {id(parameter): index for index, mine in enumerate(chain.owned) for parameter in mine.values()}
@@ -97,16 +97,18 @@ def theoretical_step_flops(
     first_layer: int = 0,
     checkpointed: Collection[int] = (),
 ) -> int:
-    """FLOPs of one step by closed form.
+    """The FLOPs of one step in closed form.
 
-    active: indices of the layers that are trained, or {index: share of its weights that is}; None is all of them.
-    first_layer: where the forward pass starts when a prefix cache holds what the layers below put out.
-    checkpointed: layers whose activations are computed again, if gradients flow through them.
+    active: indices of the layers that are trained, or {index: trained share of its weights}; None means all of them.
+    first_layer: where the forward pass starts, if a prefix cache has the output of the layers below.
+    checkpointed: layers that are recomputed if gradients flow through them.
 
-    Within 2 % of the counted FLOPs for decoders that normalise before their first matrix product. Layer 0 reads data,
-    so it has no activation gradients. Where a later layer's first product has no trained parameter before it (ResNet,
-    plain Linear layers, OLMo 2), autograd saves its activation gradient when that layer is the first active one; this
-    formula still counts it.
+    The result is within 2 % of the counted FLOPs for decoders that normalize before their first matrix product. Layer 0
+    reads data, so it has no activation gradients. Where no trained parameter comes before a later layer's first product
+    (ResNet, plain Linear layers, OLMo 2), autograd skips the activation gradient of that product when the layer is the
+    first active one; this formula still counts it.
+
+    Raises `PartitionError` for an active layer that does not exist, or that lies below `first_layer`.
     """
     active = range(len(costs)) if active is None else active
     shares = active if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
@@ -128,21 +130,21 @@ def theoretical_step_flops(
         for index, cost in enumerate(costs)
         if index >= first
     )
-    again = sum(costs[index].recompute_flops for index in checkpointed if index >= first)
-    return forward + backward + weights + again
+    recomputed = sum(costs[index].recompute_flops for index in checkpointed if index >= first)
+    return forward + backward + weights + recomputed
 
 
-def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counter[Any]], list[int]]:
-    """Per layer, FLOPs by operation, and FLOPs up to the last tensor it saves for its backward pass.
+def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counter[object]], list[int]]:
+    """For each layer its FLOPs by operation, and its FLOPs up to the last tensor that it saves for the backward pass.
 
     Entering a module of a layer closes the account of the layer before it.
     """
     fake = fake_copy(chain.model)
-    accounts: list[Counter[Any]] = [Counter() for _ in chain.layers]
+    accounts: list[Counter[object]] = [Counter() for _ in chain.layers]
     needed = [0] * len(accounts)
     current, booked = 0, Counter()
 
-    def enter(index: int, counter: FlopCounterMode, *_call: Any) -> None:
+    def enter(index: int, counter: FlopCounterMode, *_call: object) -> None:
         nonlocal current, booked
         total = Counter(counter.get_flop_counts().get("Global", {}))
         accounts[current] += total - booked
@@ -152,7 +154,7 @@ def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counte
         needed[current] = accounts[current].total() + counter.get_total_flops() - booked.total()
         return tensor
 
-    for parameter in fake.model.parameters():  # some operations are chosen by whether gradients are wanted
+    for parameter in fake.model.parameters():  # PyTorch chooses some operations by whether gradients are required
         parameter.requires_grad_(parameter.is_floating_point())
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     with fake.running(), torch.enable_grad(), hooks, flop_counter() as counter:

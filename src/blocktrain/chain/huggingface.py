@@ -1,13 +1,14 @@
-"""The layer chain of a Hugging Face decoder or encoder, found by watching it run, not from a table of names.
+"""The chain of layers of a Hugging Face decoder or encoder, found by observing a forward pass, not in a table of names.
 
     model.decoder.embed_tokens   before the list   -> "embedding"
     model.decoder.layers.0 ...   the list          -> one layer each, under its dotted path
     model.decoder.final_...norm  after the list    -> "head"
     lm_head
 
-Registration order says nothing (OPT registers its final norm before its layers); names differ by architecture. So one
-forward pass on a copy without memory (see `fake.py`) tells which modules run before and after the list of layers,
-and proves that the layers form a chain: in order, each once, each one's hidden states the next one's only input.
+The order of registration says nothing (OPT registers its final norm before its layers), and names differ between
+architectures. So one forward pass of a copy without memory (see `memory/fake.py`) tells which modules run before and
+after the list of layers. It also proves that the layers form a chain: each runs once, in order, and its output is the
+only input of the next one that depends on the tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ PROBE_TOKENS = 8
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Whether `model` looks like a transformers model: it has a config that declares a number of layers."""
+    """Whether `model` is a transformers model: it has a configuration that declares a number of layers."""
     config = getattr(model, "config", None)
     return hasattr(config, "model_type") and hasattr(_text_config(config), "num_hidden_layers")
 
 
 def huggingface_chain(model: nn.Module) -> Chain:
-    """Embedding, transformer layers, head of a Hugging Face model; `PartitionError` says why one has no chain."""
+    """The embedding, the transformer layers and the head of a Hugging Face model as a chain. Raises `PartitionError`,
+    which says why, for a model that is not a chain of its layers."""
     path = _layer_list(model)
     count = len(cast(nn.ModuleList, model.get_submodule(path)))
-    outside = list(_maximal_modules_beside(model, path))
-    probe = _run(model, path, outside)
-    probe.check(type(model).__name__, path, count)
+    outside = list(_modules_outside(model, path))
+    probe = _observe(model, path, outside)
+    probe.require_chain(type(model).__name__, path, count)
 
     groups = {"embedding": probe.before}
     groups |= {f"{path}.{index}": [f"{path}.{index}"] for index in range(count)}
@@ -58,12 +60,13 @@ def _text_config(config: Any) -> Any:
 
 
 def _layer_list(model: nn.Module) -> str:
-    """Dotted path of the list of transformer layers: the declared one, else the only list of that length."""
+    """The dotted path of the list of transformer layers: the declared one, or else the only list of the declared
+    length."""
     name, config = type(model).__name__, _text_config(model.config)
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     base = getattr(model, "base_model_prefix", "")
     for key in getattr(config, "base_model_pp_plan", None) or ():
-        for path in (f"{base}.{key}", key):  # a bare model, without head, is its own base
+        for path in (f"{base}.{key}", key):  # a bare model, without a head, is its own base
             if path in lists:
                 return path
     count = config.num_hidden_layers
@@ -78,8 +81,8 @@ def _layer_list(model: nn.Module) -> str:
     return outermost[0]
 
 
-def _maximal_modules_beside(model: nn.Module, path: str) -> Iterator[str]:
-    """The largest modules that neither hold the list of layers nor lie in it, by dotted path."""
+def _modules_outside(model: nn.Module, path: str) -> Iterator[str]:
+    """The dotted paths of the largest modules that neither contain the list of layers nor lie in it."""
     ancestors = {path[:end] for end in range(len(path)) if path[end] == "."}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -101,15 +104,15 @@ def _has_parameters(module: nn.Module) -> bool:
 class _Probe:
     """What one forward pass showed."""
 
-    before: list[str] = field(default_factory=list)  # modules beside the list, in order of their first call
+    before: list[str] = field(default_factory=list)  # modules outside the list, in order of their first call
     after: list[str] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # layers, in order of their calls
-    broken: list[int] = field(default_factory=list)  # layers whose input is not the output before them
-    leaks: list[int] = field(default_factory=list)  # layers that read another thing computed from the tokens
-    hidden: Any = None  # what the last layer put out
-    finished: int = 0
+    broken: list[int] = field(default_factory=list)  # layers whose input is not the output of the layer before
+    leaks: list[int] = field(default_factory=list)  # layers that also read something else computed from the tokens
+    hidden: Tensor | None = None  # output of the layer that ran last
+    finished: int = 0  # layers
 
-    def enter(self, index: int, args: Any, kwargs: Any) -> None:
+    def enter(self, index: int, args: object, kwargs: object) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not any(leaf is self.hidden for leaf in inputs) and self.order:
             self.broken.append(index)
@@ -117,42 +120,42 @@ class _Probe:
             self.leaks.append(index)
         self.order.append(index)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: object) -> None:
         self.hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         self.finished += 1
 
-    def see(self, place: str, count: int) -> None:
+    def note_call(self, place: str, count: int) -> None:
         if place not in self.before and place not in self.after:
             if not self.order:
                 self.before.append(place)
             elif self.finished >= count:
                 self.after.append(place)
 
-    def check(self, name: str, path: str, count: int) -> None:
+    def require_chain(self, name: str, path: str, count: int) -> None:
         if self.order != list(range(count)):
             raise PartitionError(
                 f"{name} calls the {count} layers of '{path}' in the order {self.order}, not each once in order"
             )
         for faults, what in (
-            (self.broken, "does not start from what the layer before it put out"),
-            (self.leaks, "reads more of the tokens than the hidden states that reach it"),
+            (self.broken, "does not start from the output of the layer before it"),
+            (self.leaks, "reads more of the tokens than the hidden states that it is given"),
         ):
             if faults:
                 raise PartitionError(
-                    f"'{path}.{faults[0]}' of {name} {what}, so the model is no chain of these layers; "
+                    f"'{path}.{faults[0]}' of {name} {what}, so the model is not a chain of these layers; "
                     "group the modules that belong together yourself with layers={...}"
                 )
 
 
-def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
-    """One forward pass of a copy without memory, watched at every layer and at every module beside the list.
+def _observe(model: nn.Module, path: str, outside: list[str]) -> _Probe:
+    """One forward pass of a copy without memory, observed at every layer and at every module outside the list.
 
-    Every parameter wants a gradient, so a tensor that wants one is computed from the embedded tokens (or
-    image): hidden states do, masks, positions and rotary tables do not.
+    Every parameter requires a gradient, so a tensor requires one if it is computed from the embedded tokens (or the
+    image): hidden states do; masks, positions and rotary tables do not.
     """
     fake = fake_copy(model)
     replica, probe = fake.model.eval(), _Probe()
-    replica.__dict__.pop("forward", None)  # what TRL and accelerate put there runs the model itself, not its copy
+    replica.__dict__.pop("forward", None)  # a replacement by TRL or accelerate would run the model itself, not the copy
     for parameter in replica.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     layers = cast(nn.ModuleList, replica.get_submodule(path))
@@ -165,14 +168,14 @@ def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
         for module in replica.get_submodule(place).modules():
             module.register_forward_hook(
                 lambda _module, _args, output, place=place: (
-                    probe.see(place, len(layers)) if _on_the_path(output) else None
+                    probe.note_call(place, len(layers)) if _depends_on_inputs(output) else None
                 )
             )
     what, inputs = _probe_inputs(replica)
     try:
         with fake.running(), torch.enable_grad():
             replica(**inputs)
-    except Exception as error:  # whatever a foreign model raises, the reader needs to know that it is this pass
+    except Exception as error:  # whatever the model raises, the user needs to know that it was this pass
         raise PartitionError(
             f"the layers of {type(model).__name__} cannot be found: its forward pass over {what} failed "
             f"({type(error).__name__}: {error}); name them in forward order: layers={{...}}"
@@ -181,7 +184,8 @@ def _run(model: nn.Module, path: str, outside: list[str]) -> _Probe:
 
 
 def _probe_inputs(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """A few tokens, or a black image for a model that declares to read images; and what to call that."""
+    """Inputs for one forward pass, and what to call them in a message: a few tokens, or a black image for a model that
+    declares that it reads images."""
     device, config = next(model.parameters()).device, cast(Any, model.config)
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         shape = (1, config.num_channels, config.image_size, config.image_size)
@@ -191,6 +195,7 @@ def _probe_inputs(model: nn.Module) -> tuple[str, dict[str, Any]]:
     return f"{PROBE_TOKENS} tokens", {"input_ids": tokens, **keeps}
 
 
-def _on_the_path(output: Any) -> bool:
-    """Dropout and norms are, a rotary table is not: it belongs to no layer."""
+def _depends_on_inputs(output: object) -> bool:
+    """Whether an output is computed from the inputs: that of a dropout or a norm is. A rotary table, which belongs to
+    no layer, is not."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))

@@ -2,8 +2,9 @@
 
 Depths 6n+2 (8, 14, 20, 32, 44, 56) are those of He et al. 2015 (arXiv 1512.03385), section 4.2: three stages of n
 basic blocks with 16, 32, 64 channels. Where a stage widens, the shortcut is either padded with zero channels (their
-option A, the default here: published CIFAR weights use it) or projected (option B). The paper does not say which, but
-the memory of its ResNet-14 does (table 10: 2.01 MB in full, at 12 bytes a parameter for SGD with momentum):
+option A, the default here, which published CIFAR weights use) or projected (option B). The paper does not say which one
+it uses, but the memory of its ResNet-14 tells (table 10: 2.01 MB in full, at 12 bytes a parameter for SGD with
+momentum):
 
     padded     172,506 parameters   1.97 MiB
     projected  175,258 parameters   2.01 MiB
@@ -33,14 +34,15 @@ BOTTLENECK_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOutput:
-    """What a forward call gives, named as in transformers."""
+    """The result of a forward call, named as in transformers."""
 
     loss: Tensor | None  # scalar; None without labels
     logits: Tensor  # (B, num_classes)
 
 
 class PaddedShortcut(nn.Module):
-    """He et al.'s option A: every second pixel, new channels zero, half of them on each side. No parameters."""
+    """He et al.'s option A: every second pixel, with zeros for the new channels, half of them on each side. It has no
+    parameters."""
 
     def __init__(self, new_channels: int):
         super().__init__()
@@ -134,7 +136,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageOutput:
-        """pixel_values: (B, 3, 32, 32), normalised; labels: (B,) class indices. The loss is the mean cross-entropy."""
+        """pixel_values: (B, 3, 32, 32), normalized; labels: (B,) class indices. The loss is the mean cross-entropy."""
         x = F.relu(self.bn1(self.conv1(pixel_values)))
         for name in self.stages:
             x = self.get_submodule(name)(x)
@@ -149,7 +151,7 @@ class ResNet(nn.Module):
 
 
 def resnet(depth: int, num_classes: int = 10, *, shortcut: Shortcut | None = None) -> ResNet:
-    """A residual network for 32 x 32 images, randomly initialised (He et al. 2015, normal, fan out).
+    """A residual network for 32 x 32 images, randomly initialized (He et al. 2015: normal, fan out).
 
     depth: 8, 14, 20, 32, 44 or 56 (basic units), 50 or 101 (bottlenecks).
     num_classes: outputs of the head.
@@ -166,7 +168,7 @@ def resnet(depth: int, num_classes: int = 10, *, shortcut: Shortcut | None = Non
         return ResNet(BasicUnit, ((depth - 2) // 6,) * 3, 16, num_classes, shortcut or "padded")
     if depth in BOTTLENECK_STAGES:
         if shortcut == "padded":
-            raise ConfigError(f"ResNet-{depth} has projected shortcuts; leave out shortcut='padded'")
+            raise ConfigError(f"ResNet-{depth} has projected shortcuts only; leave out shortcut='padded'")
         return ResNet(BottleneckUnit, BOTTLENECK_STAGES[depth], 64, num_classes, "projected")
     known = ", ".join(str(number) for number in sorted((*BASIC_DEPTHS, *BOTTLENECK_STAGES)))
     raise ConfigError(f"ResNet depth {depth} is unknown; known: {known}")

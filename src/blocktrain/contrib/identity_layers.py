@@ -1,12 +1,12 @@
-"""A model that grows: layers that begin as the identity, and need not be run before they are trained.
+"""A model that grows: its layers begin as the identity, and need not run before they are trained.
 
     layer       h + attention(norm(h)),  h + mlp(norm(h))
     identity    the last matrix of attention and of mlp is zero: h + 0, h + 0
     left out    h
 
-Leaving out what is the identity changes no loss and no gradient, so a model of many layers costs what the layers cost
-that have been trained so far. Residual branches that begin at zero are Goyal et al. 2017 (section 5.1) and Zhang et al.
-2019 (Fixup); growing from shallow models is Gong et al. 2019 (progressive stacking).
+Leaving out a layer that is the identity changes no loss and no gradient, so a step of a deep model costs only as much
+as the layers that have been trained so far. Residual branches that begin at zero come from Goyal et al. 2017 (section
+5.1) and Zhang et al. 2019 (Fixup); growing from shallow models comes from Gong et al. 2019 (progressive stacking).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.boundary import hidden_of, pass_through
 from blocktrain.chain.chain import Chain, Layer
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.modules.chunked_loss import whole_logits
 
@@ -31,15 +31,17 @@ _REMEDY = "leave out model.zero_residuals"
 class IdentityLayers:
     """Makes all layers of `chain` but its first and its last the identity, and leaves them out where that is asked.
 
-    The model is one that can be trained. batch: one row as keyword arguments, to find the last matrices with and to
-    check on. Raises `ConfigError` for a model whose layers cannot begin so, with norms behind the residual sum (BERT)
-    or with experts; it is altered then already.
+    batch: one row, as keyword arguments of the model; the last matrices are found with it, and the result is checked
+        on it.
+
+    Raises `ConfigError` for a model whose layers cannot begin as the identity: one with norms after the residual sum
+    (BERT), or with experts. Its weights are changed by then.
     """
 
     def __init__(self, chain: Chain, batch: Mapping[str, Any]):
         self.layers = chain.layers[1:-1]
         self._name = type(chain.model).__name__
-        self._tuples: dict[nn.Module, int] = {}  # layer module -> length of the tuple it returns, if it returns one
+        self._tuple_lengths: dict[nn.Module, int] = {}  # of layer modules that return a tuple
         self._zero: set[nn.Parameter] = set()
         with evaluating(chain.model):
             last = self._last_matrices(chain, batch)
@@ -51,16 +53,17 @@ class IdentityLayers:
 
     @contextmanager
     def without(self, layers: Collection[Layer]) -> Iterator[None]:
-        """Inside, `layers` hand on what reaches them. The backward pass belongs inside too."""
+        """Inside this context, `layers` return their input. The backward pass belongs inside too."""
         with ExitStack() as stack:
             for layer in layers:
                 for module in layer.modules.values():
-                    stack.enter_context(pass_through(module, self._tuples.get(module)))
+                    stack.enter_context(pass_through(module, self._tuple_lengths.get(module)))
             yield
 
     def copies(self, layers: Sequence[Layer], known: Sequence[Layer]) -> dict[str, str]:
-        """Name of a weight -> name of the one to copy, for `layers` to begin as the last ones of `known`, in their
-        order, are. What is zero stays so; what has no weight of its shape there is left as it was drawn."""
+        """Which weights to copy so that `layers` begin like the last layers of `known`, in order: name of a weight ->
+        name of its source. Matrices that are zero stay zero, and a weight without a counterpart of its shape stays as
+        it was initialized."""
         names = {}
         for layer, source in zip(layers, itertools.cycle(known[-len(layers) :])):
             for (path, module), (place, other) in zip(layer.modules.items(), source.modules.items(), strict=True):
@@ -72,8 +75,8 @@ class IdentityLayers:
 
     @torch.no_grad()
     def _last_matrices(self, chain: Chain, batch: Mapping[str, Any]) -> list[nn.Module]:
-        """Of each child of a layer that has matrices, the one that is called last; of the matrices that are themselves
-        children the last one."""
+        """The last matrix of each branch: of every child of a layer that contains matrices, the one that is called
+        last; and the last one of those matrices that are children themselves."""
         last: dict[tuple[str, str], nn.Module] = {}
         with ExitStack() as stack:
             for layer in self.layers:
@@ -88,14 +91,14 @@ class IdentityLayers:
         return list(last.values())
 
     def _check(self, chain: Chain, batch: Mapping[str, Any], last: list[nn.Module]) -> None:
-        """Every layer hands on what reaches it, and every zero will learn."""
+        """Raises `ConfigError` unless every layer returns its input, and every zero matrix has a gradient."""
         changed: list[str] = []
 
         def compare(
             layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             if isinstance(output, tuple):
-                self._tuples[module] = len(output)
+                self._tuple_lengths[module] = len(output)
                 output = output[0]
             if not torch.equal(output, hidden_of(args, kwargs)):
                 changed.append(layer.name)
@@ -112,7 +115,7 @@ class IdentityLayers:
             if changed or not weights:
                 which = changed[0] if changed else self.layers[0].name
                 raise ConfigError(
-                    f"layer '{which}' of {self._name} is not the identity where the last matrix of each of its "
+                    f"layer '{which}' of {self._name} is not the identity when the last matrix of each of its "
                     f"branches is zero; {_REMEDY}"
                 )
             gradients = torch.autograd.grad(logits.float().square().sum(), weights, allow_unused=True)

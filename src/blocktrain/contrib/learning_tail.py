@@ -85,7 +85,7 @@ class Tail:
 
     def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
         """Every parameter of the blocks above `block`."""
-        return partition.above(block)
+        return partition.parameters_above(block)
 
     @contextmanager
     def updating(self, partition: Partition, active: ActiveBlock) -> Iterator[None]:

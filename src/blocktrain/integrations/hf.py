@@ -1,12 +1,12 @@
-"""The Hugging Face Trainer, and TRL's trainers, in blocks.
+"""Block training in the Hugging Face Trainer and in TRL's trainers.
 
     trainer = BlockTrainer(model, args, train_dataset=rows, blocks=Blocks(count=3, visit=Duration.steps(100)))
 
     class BlockSFTTrainer(BlockTrainerMixin, SFTTrainer): ...
 
-Everything that `TrainingArguments` says still holds. The trainer sees one optimizer (`VisitingOptimizer`), which it
-steps, schedules, saves and loads as any other; all that is overridden is where that optimizer is made, and what has to
-happen when the trainer replaces the model's weights.
+Everything that `TrainingArguments` says still applies. The trainer sees one optimizer (`VisitingOptimizer`), which it
+steps, schedules, saves and loads like any other. Only two things are overridden: where that optimizer is made, and what
+happens when the trainer replaces the model's weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.training_args import ParallelMode
+from transformers.training_args import ParallelMode, TrainingArguments
 
-from blocktrain.chain.block import Partition
-from blocktrain.chain.partition import Pieces, partition
+from blocktrain.chain.partition import partition_by_config
+from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
@@ -33,19 +33,21 @@ from blocktrain.units import Duration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """What `TrainingArguments` does not say.
+class Blocks(PartitionConfig):
+    """What `TrainingArguments` does not say: how the model is cut into blocks, and how they are visited.
 
-    count, pieces, largest, patterns: how the model is cut (see `blocktrain.partition`); the last one given holds.
-    visit: in optimizer steps. order: of the blocks in a sweep; "shuffled" by the trainer's seed. span: a visit trains
-    its "block" or the "suffix" that begins with it. state: moments between visits. precision: None is `FP32` for a
-    model in fp32 and `BF16_EXACT` for one in bf16. frozen_dropout: let dropout act in frozen layers.
+    count, stages, pieces, largest, patterns, layers: how the model is cut, as for `blocktrain.partition`.
+    balance: "parameters" only, because "flops" are counted on a batch, which is not known here.
+    visit: how long a visit lasts, in optimizer steps.
+    order: the order of the blocks in a sweep; "shuffled" draws it with the trainer's seed.
+    span: a visit trains its "block", or the "suffix": every block above it too.
+    state: where optimizer moments stay between visits.
+    precision: None means `FP32` for a model in fp32 and `BF16_EXACT` for one in bf16.
+    frozen_dropout: let dropout act in frozen layers too.
+
+    Raises `ConfigError` for options that do not go together.
     """
 
-    count: int = 3
-    pieces: Pieces = "layers"
-    largest: int | None = None
-    patterns: Sequence[Sequence[str]] | None = None
     visit: Duration = Duration.steps(100)
     order: Order | Sequence[int] = "ascending"
     span: Span = "block"
@@ -53,51 +55,53 @@ class Blocks:
     precision: Precision | None = None
     frozen_dropout: bool = False
 
-    def cut(self, model: nn.Module) -> Partition:
-        """The partition of `model`."""
-        if self.patterns is not None:
-            return partition(model, patterns=self.patterns)
-        if self.largest:
-            return partition(model, largest=self.largest)
-        return partition(model, self.count, pieces=self.pieces)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.balance == "flops":
+            raise ConfigError(
+                "balance = 'flops' counts a forward pass over a batch, and Blocks has none: leave it out, or name the "
+                "layers of each block with patterns"
+            )
 
 
 class BlockTrainerMixin:
-    """Put it before a trainer class of transformers or TRL; the new argument is `blocks`.
+    """Makes a trainer class of transformers or TRL train in blocks: list it before that class among the bases. The
+    trainer then takes one more argument, `blocks`.
 
-    The optimizer class, its arguments, weight decay and the schedule of the learning rate are those of
+    The optimizer class, its arguments, the weight decay and the learning rate schedule are those of
     `TrainingArguments`. Raises `ConfigError` for what does not work in blocks: fp16's loss scaling, several processes
     or GPUs, an optimizer that chooses its own parameters.
     """
 
-    args: Any
+    args: TrainingArguments
     model: Any
     accelerator: Any
     optimizer: Any
-    optimizer_cls_and_kwargs: Any
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
 
     def __init__(self, *args: Any, blocks: Blocks | None = None, **kwargs: Any):
         if not isinstance(blocks, Blocks | None):
-            raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or what else it takes")
+            raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or another of its options")
         self.blocks = blocks if blocks is not None else Blocks()
         self._visiting: VisitingOptimizer | None = None
         super().__init__(*args, **kwargs)
 
     @property
     def visiting(self) -> VisitingOptimizer | None:
-        """The optimizer under the trainer's wrapping, once training has begun."""
+        """The optimizer itself, without the trainer's wrapper; None until training begins."""
         return self._visiting
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Cut the model and make the optimizer that visits its blocks."""
         if self.optimizer is None:
-            self._refuse_what_does_not_work()
+            self._require_supported()
             self._visiting = self.optimizer = self._make_optimizer()
         elif self._visiting is None:
             raise ConfigError(
-                "optimizers=(...): BlockTrainer makes its own; give optimizer_cls_and_kwargs=(class, {...})"
+                "optimizers=(...): BlockTrainer makes its own optimizer; give optimizer_cls_and_kwargs=(class, {...}) "
+                "instead"
             )
-        # The trainer clips what `model.parameters()` hold; under BF16_EXACT the gradients are the masters'.
+        # The trainer would clip the gradients of `model.parameters()`; under BF16_EXACT the masters have them.
         self.accelerator.clip_grad_norm_ = self._clip
         return self.optimizer
 
@@ -107,13 +111,13 @@ class BlockTrainerMixin:
         if own or not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise ConfigError(
                 f"optim = '{self.args.optim}' chooses its own parameters, so it cannot be given those of one block; "
-                "use one that takes any, such as 'adamw_torch'"
+                "use one that takes any parameters, such as 'adamw_torch'"
             )
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
         blocks = BlockOptimizer(
-            settings.cut(self.model),
+            partition_by_config(self.model, settings),
             cls,
             state=settings.state,
             precision=settings.precision or _precision_of(self.model),
@@ -123,46 +127,47 @@ class BlockTrainerMixin:
         schedule = Cyclic(visit=settings.visit, order=settings.order, span=settings.span, seed=self.args.seed)
         return VisitingOptimizer(blocks, schedule)
 
-    def _refuse_what_does_not_work(self) -> None:
+    def _require_supported(self) -> None:
         if self.args.fp16:
-            raise ConfigError("fp16 = True scales the loss, which masters do not know of; use bf16 = True")
-        if self._packs and self.args.load_best_model_at_end:
+            raise ConfigError("fp16 = True scales the loss, and masters would get scaled gradients; use bf16 = True")
+        if self._quantizes and self.args.load_best_model_at_end:
             raise ConfigError(
-                "load_best_model_at_end = True copies weights into a model whose frozen ones are packed: leave it out "
-                "and load the best checkpoint's folder with from_pretrained, or use Blocks(precision=BF16_EXACT)"
+                "load_best_model_at_end = True copies weights into a model whose frozen weights are quantized: leave "
+                "it out and load the best checkpoint's folder with from_pretrained, or use Blocks(precision=BF16_EXACT)"
             )
         if self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             raise ConfigError(
-                f"{self.args.parallel_mode.value}: several processes or GPUs would go on exchanging gradients of "
-                "the first block alone; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+                f"{self.args.parallel_mode.value}: several processes or GPUs would keep all-reducing the gradients "
+                "of the first block only; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
             )
 
     @property
-    def _packs(self) -> bool:
-        """Whether frozen weights are kept in 8 or 4 bits, so that nothing can be copied into them."""
+    def _quantizes(self) -> bool:
+        """Whether frozen weights are kept in 8 or 4 bits, so that no weights can be copied into them."""
         return self.blocks.precision is not None and self.blocks.precision.is_quantized
 
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    def _clip(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self._visiting is not None
         return self._visiting.clip_grad_norm(max_norm)
 
     def _load_best_model(self) -> None:
-        """The trainer's own; masters then start anew from the weights it loaded."""
+        """As in the trainer; then masters restart from the weights that it loaded."""
         super()._load_best_model()  # pyright: ignore[reportAttributeAccessIssue]
         if self._visiting is not None:
-            self._visiting.take_weights()
+            self._visiting.restart_masters()
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """The trainer's own; masters then start anew, unless the checkpoint's optimizer says better."""
-        if self._visiting is not None and self._packs:
-            raise ConfigError("frozen weights are packed already: resume with a new trainer and a new model")
+        """As in the trainer; then masters restart from the weights that it loaded, until the checkpoint's optimizer
+        state, if there is one, restores them exactly."""
+        if self._visiting is not None and self._quantizes:
+            raise ConfigError("frozen weights are quantized already: resume with a new trainer and a new model")
         super()._load_from_checkpoint(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self._visiting is not None:
-            self._visiting.take_weights()
+            self._visiting.restart_masters()
 
 
 class BlockTrainer(BlockTrainerMixin, Trainer):
-    """`transformers.Trainer` in blocks: the same arguments, and `blocks`."""
+    """`transformers.Trainer` in blocks: it takes the same arguments, and `blocks`."""
 
 
 def _precision_of(model: nn.Module) -> Precision:

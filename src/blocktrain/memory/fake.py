@@ -1,13 +1,13 @@
-"""A copy of a model that takes no memory and runs its own code: shapes, devices and operations without numbers.
+"""A copy of a model without memory that still runs the model's own code: shapes, devices and operations, no numbers.
 
-What a step costs, and in which order a model runs its layers, is found by running the model, not by formulas for
-each architecture. With parameters and buffers that are fake that takes no memory and little time (a 7B model: seconds),
-and touches neither the model nor its buffers nor the random numbers.
+What a step costs, and in which order a model runs its layers, is found by running the model, not by a formula for each
+architecture. Fake parameters and buffers make that cheap: it takes no memory and little time (seconds for a 7B model),
+and leaves the model, its buffers and the random number generators alone.
 
-Only the model is fake, its inputs are real: transformers looks at mask and positions to choose the code it runs. With
-fake ones it believes it is being traced, builds an explicit mask and loses grouped queries in the attention kernel
-(same FLOPs, but a small Llama saved 12 % more). So inputs must be on the model's device, and the code that runs, and
-with it the choice of kernels, is that of the model itself.
+Only the model is fake; its inputs are real, because transformers looks at the mask and the positions to choose the code
+that it runs. With fake inputs it believes that it is being traced, builds an explicit mask and loses grouped queries in
+the attention kernel (equal FLOPs, but a small Llama saved 12 % more). So the inputs must be on the model's device. Then
+the code that runs, and with it the choice of kernels, is the model's own.
 """
 
 from __future__ import annotations
@@ -46,26 +46,25 @@ class FakeCopy:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Call `model` inside this context only, with real inputs on the model's device (CPU, if it was on meta)."""
+        """The context to call `model` in, with real inputs on the model's device (the CPU if that was meta)."""
         accelerators = {t.device for t in self.model.parameters() if t.device.type != "cpu"}
         kind = next((device.type for device in accelerators), "cuda")
-        experts = any(parameter.dim() == 3 for parameter in self.model.parameters())  # stacked, those of a layer
-        with (  # what a model draws outside its own tensors is drawn for real (OPT, for its layer dropout)
+        experts = any(parameter.dim() == 3 for parameter in self.model.parameters())  # a layer's experts are stacked
+        with (  # a model may also draw real random numbers (OPT does, for its layer dropout)
             torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=kind),
-            _GroupedMatmulOfAnyDtype() if experts else contextlib.nullcontext(),
+            _GroupedMatmulInBf16() if experts else contextlib.nullcontext(),
         ):
             yield
 
 
 def fake_copy(model: nn.Module) -> FakeCopy:
-    """A copy of `model` without memory: tied parameters stay tied, modes (train or eval) stay, hooks are left behind.
-
-    A model on the meta device is copied as if it were on the CPU.
+    """A copy of `model` without memory. Tied parameters stay tied, and modules keep their train or eval mode; hooks are
+    not copied. A model on the meta device is copied as if it were on the CPU.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # deepcopy takes from `memo` what it would otherwise copy: tensors without memory, empty hook tables (a hook of
-    # the real model must not fire, nor the objects it holds be copied, for the sake of a count).
-    memo: dict[int, Any] = {}
+    # deepcopy uses what `memo` has instead of copying: tensors without memory, and empty hook tables. A hook of the
+    # real model must not fire on the copy, and the objects that it refers to must not be copied.
+    memo: dict[int, Tensor | OrderedDict[int, object]] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _without_memory(tensor, mode)
     for module in model.modules():
@@ -87,27 +86,28 @@ def _without_memory(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake
-    if is_placeholder(tensor):  # one number that stands for all: the copy has the layout of the weight it stands for
+    if is_placeholder(tensor):  # its one number stands for all: the copy gets the layout of the whole weight
         with mode:
             return nn.Parameter(
                 torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor.requires_grad
             )
     fake = mode.from_tensor(tensor)
-    fake.grad = None  # the gradient of a step in progress is not part of the model
+    fake.grad = None  # the gradient of a step in progress does not belong to the model
     return fake
 
 
 def _make_experts_shape_static(model: nn.Module) -> None:
-    """The plain loop over experts asks which experts were hit, which no tensor without numbers can answer; the
-    grouped matrix product does the same work in one operation."""
-    config: Any = getattr(model, "config", None)
+    """Replaces the eager loop over experts, which asks which experts were chosen: a tensor without numbers cannot say.
+    The grouped matrix product does the same work in one operation."""
+    config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError):  # a model without experts refuses the setting
             cast(Any, model).set_experts_implementation("grouped_mm")
 
 
-class _GroupedMatmulOfAnyDtype(EagerDispatchMode):
-    """The shape function of the grouped matrix product takes bf16 only (torch 2.13), its CPU kernel also float32."""
+class _GroupedMatmulInBf16(EagerDispatchMode):
+    """Runs the grouped matrix product in bf16: its shape function takes nothing else (PyTorch 2.13), although its CPU
+    kernel also takes float32."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""Counted FLOPs and counted saved activations: the truth that the closed form in `cost.py` is tested against.
+"""Counted FLOPs and counted saved activations: the truth that the closed form in `chain/cost.py` is tested against.
 
-A multiply-add is two FLOPs; matrix products, convolutions and attention count, elementwise work does not (the
-convention of `torch.utils.flop_counter`, whose formulas these are).
+A multiply-add is two FLOPs. Matrix products, convolutions and attention count, elementwise work does not: the formulas
+and the convention are those of `torch.utils.flop_counter`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ aten = torch.ops.aten
 
 
 def _grouped_mm_flops(left, right, *_args, out_shape=None, **_kwargs) -> int:
-    """(M, K) x (G, K, N), each row in one group; or, for a weight gradient, (M, K) x (K, N) with K cut into groups."""
+    """(M, K) x (G, K, N) with each row in one group; or, for a weight gradient, (M, K) x (K, N) with K cut into
+    groups."""
     return 2 * left[-2] * left[-1] * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
 
 
@@ -35,7 +36,7 @@ def _attention_backward_flops(grad_out, query, key, value, *_args, out_shape=Non
     return sdpa_backward_flop_count(grad_out, query, key, value)
 
 
-# What FlopCounterMode leaves out in PyTorch 2.13: attention on a CPU, and the experts of a mixture.
+# What FlopCounterMode leaves out (PyTorch 2.13): attention on a CPU, and a mixture's experts.
 UNCOUNTED = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -44,19 +45,19 @@ UNCOUNTED = {
 
 
 def flop_counter() -> FlopCounterMode:
-    """A silent `FlopCounterMode` that also counts what it leaves out by itself."""
+    """A silent `FlopCounterMode` that also counts the operations of `UNCOUNTED`."""
     return FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
 
 
 def count_flops(fn: Callable[[], object]) -> int:
-    """FLOPs of everything `fn` runs, backward passes and recomputation included."""
+    """FLOPs of everything that `fn` runs, including backward passes and recomputation."""
     with flop_counter() as counter:
         fn()
     return counter.get_total_flops()
 
 
 def output_loss(output: Any) -> Tensor:
-    """The loss a model computes itself when its batch holds labels."""
+    """The loss that a model computes itself when its batch has labels."""
     return output.loss
 
 
@@ -65,17 +66,17 @@ class StepCost:
     """One forward and backward pass."""
 
     flops: int
-    saved_bytes: int  # held between the two, beside parameters and buffers, and then for one layer computed again
+    saved_bytes: int  # activations saved between the two passes, and those of the largest layer that is recomputed
 
 
 class StepCounter:
-    """FLOPs of one forward and backward pass of `model` over `batch`, by which parameters are trained.
+    """Counts the FLOPs of one forward and backward pass of `model` over `batch`, for any choice of trained parameters.
 
     batch: keyword arguments of the forward call, on the model's device. loss: from the model's output to a scalar.
 
-    Counts on a copy without memory: the model's gradients, `requires_grad` flags, buffers and random numbers stay as
-    they are. The model is counted as it stands when the counter is made: in train mode attention dropout takes another
-    kernel on a CPU (whose backward counts 2 forwards instead of 2.5), and activation checkpointing recomputes.
+    It counts on a copy without memory, so the model's gradients, `requires_grad` flags, buffers and random numbers do
+    not change. The state of the model when the counter is made matters: in train mode, attention dropout takes another
+    kernel on a CPU (whose backward counts as 2 forwards instead of 2.5), and activation checkpointing recomputes.
     """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], loss: Callable[[Any], Tensor] = output_loss):
@@ -94,14 +95,17 @@ class StepCounter:
         return self.training(self._parameters)
 
     def training(self, names: Collection[str]) -> int:
-        """FLOPs of a step that trains exactly the parameters called `names`; a tied one under any of its names."""
+        """FLOPs of a step that trains exactly the parameters `names`; a tied parameter may have any of its names."""
         return self.measure(names).flops
 
     def measure(self, names: Collection[str]) -> StepCost:
-        """FLOPs of that step, and the bytes its forward pass keeps for the backward pass.
+        """FLOPs of a step that trains exactly the parameters `names`, and the bytes that its forward pass saves for the
+        backward pass.
 
-        Layers that are computed again (see `recompute.py`) keep their inputs, and in the backward pass one layer at a
-        time what it keeps without: the bytes are those inputs and the largest layer.
+        A layer that is recomputed (see `modules/recompute.py`) saves its inputs, and the backward pass then needs all
+        activations of one layer at a time: the bytes are those inputs, and the activations of the largest such layer.
+
+        Raises `ConfigError` for a name that is not a parameter.
         """
         unknown = [name for name in names if name not in self._parameters]
         if unknown:
@@ -112,24 +116,24 @@ class StepCounter:
         trained = {id(self._parameters[name]) for name in names}
         for parameter in self._parameters.values():
             parameter.requires_grad_(id(parameter) in trained and parameter.is_floating_point())
-        there = (*self._parameters.values(), *self._fake.model.buffers())
-        kept = 0
+        weights = (*self._parameters.values(), *self._fake.model.buffers())
+        saved = 0
 
         def step() -> None:
-            nonlocal kept
+            nonlocal saved
             losses: list[Tensor] = []
-            kept = saved_bytes(lambda: losses.append(self._loss(self._fake.model(**self._batch))), excluding=there)
+            saved = saved_bytes(lambda: losses.append(self._loss(self._fake.model(**self._batch))), excluding=weights)
             losses[0].backward()
 
         try:
             with torch.enable_grad():
                 flops = self._count(step)
-                return StepCost(flops=flops, saved_bytes=kept + self._largest_recomputed(there))
+                return StepCost(flops=flops, saved_bytes=saved + self._largest_recomputed(weights))
         finally:
             self._fake.model.zero_grad(set_to_none=True)
 
-    def _largest_recomputed(self, there: Sequence[Tensor]) -> int:
-        """The most bytes that one recomputed module keeps beside what goes into it; 0 where none is recomputed."""
+    def _largest_recomputed(self, weights: Sequence[Tensor]) -> int:
+        """The most bytes that one recomputed module saves beside its inputs; 0 where no module is recomputed."""
         if not any(
             isinstance(around, Recomputed) for module in self._fake.model.modules() for around in wrappers_of(module)
         ):
@@ -139,7 +143,7 @@ class StepCounter:
         def measure(run: Callable[[], Any], inputs: list[Tensor]) -> Any:
             nonlocal largest
             outputs: list[Any] = []
-            largest = max(largest, saved_bytes(lambda: outputs.append(run()), excluding=(*there, *inputs)))
+            largest = max(largest, saved_bytes(lambda: outputs.append(run()), excluding=(*weights, *inputs)))
             return outputs[0]
 
         with self._fake.running(), measuring_recomputed(measure):
@@ -152,18 +156,18 @@ class StepCounter:
 
 
 def saved_bytes(fn: Callable[[], object], *, excluding: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass while `fn` runs a forward pass.
+    """Bytes that autograd saves for the backward pass while `fn` runs a forward pass, on real or on fake tensors.
 
-    Each storage counts once and whole, however many views of it are saved; storages of `excluding` (the model's
-    parameters and buffers, which are there anyway) do not count. Works on real and on fake tensors. Of a layer under
-    activation checkpointing these are its inputs: what its backward pass will compute again is not kept.
+    Each storage counts once and whole, however many views of it are saved. Storages of `excluding` do not count: the
+    model's parameters and buffers are in memory anyway. A layer under activation checkpointing saves only its inputs,
+    not what its backward pass will compute again.
     """
-    there = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in excluding}
-    saved: dict[int, torch.UntypedStorage] = {}  # holds the storages, so that no address is used twice
+    excluded = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in excluding}
+    saved: dict[int, torch.UntypedStorage] = {}  # keeps the storages alive, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in there:
+        if storage._cdata not in excluded:
             saved[storage._cdata] = storage
         return tensor
 

@@ -1,26 +1,26 @@
-"""Peak memory by part, of real tensors and of fake ones: what was alive at the worst moment, and whose it was.
+"""Peak memory by part, of real tensors and of fake ones: what was alive at the worst moment, and which part it was.
 
     storages   a |-----------------------|          weights, labelled before
-               b      |--------|                    activations: what nobody labels
-               c           |-----------|            born as a temporary, labelled `gradients` later: that all its life
+               b      |--------|                    activations: nobody labels it
+               c           |-----------|            labelled `gradients` later, and that for its whole life
                             ^ peak = a + b + c
 
-A dispatch mode sees every tensor an operation returns and learns by a weak reference when its storage dies, as
-PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` does; both find the same peak to the byte, on real and
+A dispatch mode sees every tensor that an operation returns, and learns by a weak reference when its storage dies, as
+PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` does. Both find the same peak to the byte, on real and
 on fake tensors (`tests/memory/test_tracker.py`). Why not MemTracker itself (found by running it, PyTorch 2.13):
 
-- It registers a gradient hook on each parameter of a module it meets, and fails where one is frozen
-  ("cannot register a hook on a tensor that doesn't require gradient"): `requires_grad` must be set on all of them.
+- It registers a gradient hook on each parameter of a module that it meets, and fails where one is frozen
+  ("cannot register a hook on a tensor that doesn't require gradient"): all of them must have `requires_grad` set.
 - A second forward pass of the same model is an error until `reset_mod_stats()`.
 - Its kinds are fixed: frozen and active weights are both `Parameter`, a master and logits both `Activation`; a master's
-  gradient, which a hook makes from the weight's, is `Temp`.
-- It walks over every module it has met at every operation: a step of a fake 12-layer Llama takes it 3.4 s of processor
-  time, this file 0.5 s, the step alone 0.4 s.
+  gradient, which a hook makes from the weight's gradient, is `Temp`.
+- It walks over every module that it has met at every operation: on a step of a fake 12-layer Llama it takes 3.4 s of
+  processor time, where this file takes 0.5 s and the step alone 0.4 s.
 
-Neither sees what never is a tensor: the workspace inside a kernel (cuBLAS, attention on a CPU), what the allocator
-rounds up or keeps (a GPU's blocks of 512 bytes), and storages resized behind PyTorch's back. Fake tensors of another
-device than this machine has are no help: autograd ends the process ("not linked with support for cuda devices"), so
-a plan made without a GPU runs on fake CPU tensors, and what will be on the host is told apart by its label.
+Neither sees memory that is never a tensor: the workspace inside a kernel (cuBLAS, attention on a CPU), what the
+allocator rounds up or keeps (a GPU's blocks of 512 bytes), and storages that are resized behind PyTorch's back. Fake
+tensors of a device that this machine lacks do not help: autograd ends the process ("not linked with support for cuda
+devices"). So a plan made without a GPU runs on fake CPU tensors, and what will be on the host is known by its label.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from blocktrain.memory.parts import ACTIVATIONS, HOST, LOGITS
 from blocktrain.modules.dispatch import EagerDispatchMode
-
-HOST = "host"  # not counted: it lies in another memory than the one that is to be fitted
-UNLABELLED = "activations"
-LOGITS = "logits"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The worst moment: bytes by part then, beside them what was kept on the host at the same time, and the operation
-    whose result made it the worst."""
+    """The worst moment: its bytes by part (see `parts.py`), the bytes on the host at that time, and the operation whose
+    result made it the worst."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int = 0
@@ -52,7 +49,7 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """All parts together."""
+        """All parts together, without the host."""
         return sum(self.parts.values())
 
 
@@ -66,13 +63,14 @@ class _Allocation:
 
 
 class MemoryTracker(EagerDispatchMode):
-    """Use as a context manager around what is to be measured; `peak()` afterwards, or at any time.
+    """Tracks which tensors are alive: a context manager around what is to be measured. Call `peak()` at any time.
 
-    logits_width: the size of the vocabulary; what an operation returns with this last dimension, and nobody labels,
-        counts as logits (their softmax and gradient too, which are of the same size).
+    logits_width: the size of the vocabulary; an unlabelled tensor with this last dimension counts as logits, so that
+        their softmax and gradient, which have the same size, do too.
 
-    What existed before counts from the moment it is labelled. Storages count whole and once, however many tensors look
-    at them. On a GPU use `torch.cuda.max_memory_allocated`, which knows the allocator; this tells the parts.
+    A tensor that existed before counts from the moment it is labelled. A storage counts whole and once, however many
+    tensors view it. For the total on a GPU, `torch.cuda.max_memory_allocated` is better, as it knows the allocator;
+    this class tells the parts.
     """
 
     def __init__(self, *, logits_width: int | None = None):
@@ -86,13 +84,13 @@ class MemoryTracker(EagerDispatchMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Look for the worst moment from now on."""
+        """Forget earlier moments: the peak is the worst moment from now on."""
         self._peak_bytes, self._peak_at, self._peak_operation = self.bytes, self._clock, self._operation
         self._buried: list[_Allocation] = []  # alive at the peak, dead since
 
     def label(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose `tensors` are, from their birth on: the last label holds. What is on the `host` is so from now on,
-        and what it was until now has died."""
+        """Say which part `tensors` belong to; the last label counts, for their whole life. The label `HOST` is an
+        exception: it means that the tensors move to the host now, and that what they were until now has died."""
         for tensor in tensors:
             allocation = self._see(tensor, part)
             if part == HOST and allocation.part != HOST:
@@ -103,7 +101,7 @@ class MemoryTracker(EagerDispatchMode):
         self._note_peak()
 
     def peak(self) -> Peak:
-        """The worst moment so far, its parts by the labels known now; the largest part first."""
+        """The worst moment so far; its parts follow the labels known now, the largest part first."""
         parts: dict[str, int] = {}
         alive = [allocation for allocation in self._live.values() if allocation.birth <= self._peak_at]
         for allocation in (*alive, *self._buried):
@@ -118,7 +116,7 @@ class MemoryTracker(EagerDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 is_logits = leaf.dim() > 0 and leaf.shape[-1] == self.logits_width
-                self._see(leaf, LOGITS if is_logits else UNLABELLED)
+                self._see(leaf, LOGITS if is_logits else ACTIVATIONS)
         self._note_peak()
         return result
 

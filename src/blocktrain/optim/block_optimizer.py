@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import activate, release
 from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.freezing import activate, release
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.backward_update import BackwardUpdate

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -79,10 +79,7 @@ class ShardedPartition:
         self.partition = Partition(
             Chain(model, partition.chain.layers),
             tuple(
-                Block(
-                    block.index, block.layers, {name: parameters[name] for name in block.parameters}, {}, block.pieces
-                )
-                for block in partition
+                replace(block, parameters={name: parameters[name] for name in block.parameters}) for block in partition
             ),
         )
 
@@ -122,7 +119,7 @@ class ShardedBoundaryRunner(BoundaryRunner):
     What has begun at the model itself FSDP expects to end there. A pass that stops at a boundary begins behind it.
     """
 
-    def _begin(self, batch: Mapping[str, Any]) -> None:
+    def _run_until_stopped(self, batch: Mapping[str, Any]) -> None:
         root = cast(FSDPModule, self.chain.model)
         root.unshard()
         try:

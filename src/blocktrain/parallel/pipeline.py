@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.parallel.data_parallel import Active
 from blocktrain.parallel.ranks import Ranks
@@ -127,8 +127,7 @@ class Pipeline:
             for name, parameter in block.parameters.items():
                 dist.broadcast(parameter.data, src=self.users(block, name)[0])
             for layer in block.layers:
-                at = self.partition.chain.layers.index(layer)
-                runner = next(stage for stage, run in enumerate(self.stages[block.index]) if at in run)
+                runner = next(stage for stage, run in enumerate(self.stages[block.index]) if layer.index in run)
                 for module in layer.modules.values():
                     for buffer in module.buffers():
                         dist.broadcast(buffer, src=runner % self.ranks.size)
@@ -157,7 +156,7 @@ class Pipeline:
         ]
         names = [name for name in block.parameters if self.ranks.rank in self.users(block, name)]
         label = f"process {self.ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
-        return self.partition.share(block.index, label, layers=layers, parameters=names)
+        return self.partition.restrict(block.index, label, layers=layers, parameters=names)
 
     def _in_visit(self) -> _Steps:
         assert self._steps is not None, "steps are taken inside a visit"
@@ -246,7 +245,7 @@ class _Steps:
             pipeline.cut.check(row, start)  # every process every start, so that all of them say what is wrong
         with evaluating(pipeline.partition.model):
             states = pipeline.cut.states(row, starts)
-        first = pipeline.partition.chain.layers.index(self.block.layers[0])
+        first = self.block.boundary
 
         def crossing(number: int) -> Tensor:
             """What stage `number` is given: nothing but a shape and whether its gradient is wanted."""
@@ -336,7 +335,7 @@ class _Stage(nn.Module):
         index = int(number)
         hidden = given if self.stored is None else self.stored[index]
         try:
-            found = self._cut.through(self.batches[index], start=self.start, end=self.end, hidden=hidden)
+            found = self._cut.run(self.batches[index], start=self.start, end=self.end, hidden=hidden)
             return found if self.end is not None else (self._loss_of(found) * self.weights[index]).view(1)
         except Exception as error:
             self.failed = error

@@ -67,14 +67,14 @@ def stages(
     costs: of each layer's forward pass, in any unit. Raises `ConfigError` where there are too few layers.
     """
     of_layers = _blocks_of_layers(partition)
-    level = partition.chain.layers.index(block.layers[0]) if config.start == "boundary" else 0
+    level = block.boundary if config.start == "boundary" else 0
     try:
         if config.schedule == "interleaved":
             runs = _each_block_over_all(of_layers, costs, processes)
         elif (fixed := _where_blocks_begin_again(of_layers)) and len(fixed) > 1:
             runs = fixed
         else:
-            runs = _spread(partition, block, costs, processes, level)
+            runs = _spread(block, costs, processes, level)
     except PartitionError as error:
         what = f"{block} and its tail" if config.start == "boundary" else "the model"
         ways = "fewer processes or blocks" + (", or prefix.store = 'off'" if config.start == "boundary" else "")
@@ -107,9 +107,9 @@ def require_micro_batches(config: PipelineConfig, count: int, stage_count: int, 
         raise ConfigError(f"schedule 'interleaved' needs a multiple of {processes} micro-batches a step, not {count}")
 
 
-def visit_costs(partition: Partition, block: Block, costs: Sequence[float]) -> list[float]:
+def visit_costs(block: Block, costs: Sequence[float]) -> list[float]:
     """Of each layer in a step that trains `block`, in the unit of `costs`."""
-    trained = {partition.chain.layers.index(layer) for layer in block.layers}
+    trained = {layer.index for layer in block.layers}
     first = min(trained)
     return [
         cost * (TRAINED if layer in trained else PASSED if layer > first else FORWARD)
@@ -117,9 +117,9 @@ def visit_costs(partition: Partition, block: Block, costs: Sequence[float]) -> l
     ]
 
 
-def _spread(partition: Partition, block: Block, costs: Sequence[float], processes: int, level: int) -> list[range]:
+def _spread(block: Block, costs: Sequence[float], processes: int, level: int) -> list[range]:
     """What remains above `level`, in as even parts as there are processes."""
-    found = balanced(visit_costs(partition, block, costs)[level:], processes)
+    found = balanced(visit_costs(block, costs)[level:], processes)
     return [range(part.start + level, part.stop + level) for part in found]
 
 

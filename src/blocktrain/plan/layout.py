@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from blocktrain.chain.piece import Piece as BoundaryRunner
+from blocktrain.chain.partition_config import Pieces
+from blocktrain.chain.segment import Segment
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
@@ -20,7 +21,6 @@ Tier = Literal["off", "device", "host", "disk"]
 Place = Literal["device", "host"]
 State = Literal["drop", "host"]
 Moments = Literal["fp32", "8bit"]
-Pieces = Literal["layers", "modules"]
 Role = Literal["absent", "frozen", "active"]
 MOMENT_BYTES: dict[Moments, float] = {"fp32": 8.0, "8bit": 2 * (1 + 4 / 256)}  # both of AdamW; optim/adamw8bit.py
 
@@ -68,7 +68,7 @@ class Layout:
     stage (the paper's Figure 2), so that every card always has something active.
 
     pieces: what a number of blocks is made of, as `[blocks]` takes it.
-    largest: blocks are cut by their size instead of their number (`chain/piece.py`), smaller than a layer where that
+    largest: blocks are cut by their size instead of their number (`chain/segment.py`), smaller than a layer where that
         is asked for; `blocks` is then how many this makes.
     frozen, state, loss_chunk: as `[memory]` and `[optimizer]` of a run take them.
     """
@@ -211,7 +211,7 @@ def _cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[Piec
     )
 
 
-def _owned(spec: ModelSpec, cut: Sequence[BoundaryRunner]) -> Owned:
+def _owned(spec: ModelSpec, cut: Sequence[Segment]) -> Owned:
     places = {0: "embedding", spec.layers + 1: "head"}
     sizes = {"embedding": 0, "layers": 0, "head": 0}
     of_parameter: dict[str, int] = {}

@@ -1,5 +1,5 @@
 """The parameters of a decoder by name, shape and order, as transformers registers them: what the cut into blocks
-smaller than a layer goes by (`chain/piece.py`), and the order in which a step updates."""
+smaller than a layer goes by (`chain/segment.py`), and the order in which a step updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, cast
 
 from blocktrain.chain.balance import balanced, balanced_up_to
-from blocktrain.chain.piece import Piece, modules_apart, pieces_up_to
+from blocktrain.chain.segment import Segment, module_segments, segments_up_to
 from blocktrain.plan.spec import ModelSpec
 
 
@@ -98,15 +98,15 @@ def _llama_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def cut_up_to(spec: ModelSpec, largest: int) -> tuple[tuple[Piece, ...], ...]:
+def cut_up_to(spec: ModelSpec, largest: int) -> tuple[tuple[Segment, ...], ...]:
     """The blocks that `partition(model, largest=...)` makes; raises `PartitionError` as it does."""
-    cut = pieces_up_to(cast(Any, shapes(spec)), largest)
+    cut = segments_up_to(cast(Any, shapes(spec)), largest)
     groups = balanced_up_to([piece.size for piece in cut], largest)
     return tuple(tuple(cut[index] for index in group) for group in groups)
 
 
 @lru_cache(maxsize=256)
-def cut_into(spec: ModelSpec, blocks: int) -> tuple[tuple[Piece, ...], ...]:
+def cut_into(spec: ModelSpec, blocks: int) -> tuple[tuple[Segment, ...], ...]:
     """The blocks that `partition(model, blocks, pieces="modules")` makes; raises `PartitionError` as it does."""
-    cut = modules_apart(cast(Any, shapes(spec)))
+    cut = module_segments(cast(Any, shapes(spec)))
     return tuple(tuple(cut[index] for index in group) for group in balanced([piece.size for piece in cut], blocks))

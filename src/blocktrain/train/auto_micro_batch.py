@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block
+from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.run_records import MicroBatch

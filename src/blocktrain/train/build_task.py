@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from blocktrain.chain.activation import evaluating
+from blocktrain.chain.freezing import evaluating
 from blocktrain.data.chat import ChatConfig, ChatRows, open_chat
 from blocktrain.data.images import ImageConfig, open_images
 from blocktrain.data.labelled import LabelledConfig, open_labelled, padding_token

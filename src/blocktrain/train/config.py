@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from blocktrain.cache.cost_model import PrefixConfig
 from blocktrain.chain.checkpointing import Boundaries
-from blocktrain.chain.load import ModelConfig
-from blocktrain.chain.partition import Balance, Pieces
+from blocktrain.chain.model_loading import ModelConfig
+from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.contrib.learning_tail import Rule, Tail
 from blocktrain.data.chat import ChatConfig
 from blocktrain.data.images import ImageConfig
@@ -39,35 +39,13 @@ MOVABLE = ("device", "precision", "memory", "prefix", "distributed", "batch.micr
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksConfig:
-    """How the model is cut into blocks: by their number, their size, or their names.
+class BlocksConfig(PartitionConfig):
+    """How the model is cut into blocks: by their number, their size, or the names of their layers.
 
-    count: how many blocks (M); 1 is full-parameter training.
-    stages: of a pipeline; each block then has a piece of every stage (the paper's Figure 2), 1: it is contiguous.
-    pieces: what they are made of: whole layers, or their modules, each matrix apart, so that a few blocks are more
-        nearly equal.
-    largest: instead, the most parameters that a block may have; as few blocks as that allows. A larger layer comes
-        apart into its modules, a larger matrix into ranges of rows.
-    balance: what is divided evenly: parameters, which decide memory, or counted forward FLOPs.
-    patterns: instead, one list of shell patterns over layer names for each block.
     frozen_dropout: let dropout act in frozen layers too; the prefix cache is then refused.
     """
 
-    count: int = 3
-    stages: int = 1
-    pieces: Pieces = "layers"
-    largest: int | None = None
-    balance: Balance = "parameters"
-    patterns: tuple[tuple[str, ...], ...] | None = None
     frozen_dropout: bool = False
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"count must be at least 1, not {self.count}; 1 is full-parameter training")
-        if self.stages < 1:
-            raise ConfigError(f"stages must be at least 1, not {self.stages}")
-        if self.largest is not None and self.patterns is not None:
-            raise ConfigError("give largest or patterns, not both: patterns name the blocks themselves")
 
 
 EXTRA_TABLES: dict[str, type] = {}  # TOML tables of techniques that are registered from outside the package, by name

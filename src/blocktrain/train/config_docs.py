@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from blocktrain.train.config import RunConfig
+from blocktrain.train.schema import LISTS, TABLES
 from blocktrain.units import Duration
 
 OPENING = """# Configuration
@@ -49,7 +50,11 @@ class Table:
 def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) -> Iterator[Table]:
     """The tables of a configuration, each before the tables in it."""
     hints = typing.get_type_hints(config)
-    text, told = _read(inspect.getdoc(config) or "", {field.name for field in dataclasses.fields(config)})
+    names = {field.name for field in dataclasses.fields(config)}
+    told: dict[str, str] = {}
+    for base in reversed(config.__mro__):  # a configuration may extend another one, which tells of its own keys
+        told |= _read(inspect.cleandoc(base.__doc__ or ""), names)[1]
+    text, _ = _read(inspect.getdoc(config) or "", names)
     keys, inner = [], []
     for field in dataclasses.fields(config):
         if field.name == "tables":  # of techniques from outside the package
@@ -113,9 +118,11 @@ def _said(hint: Any) -> str:
         return " or ".join(_said(kind) for kind in arguments if kind is not type(None))
     if origin is Literal:
         return " or ".join(f"`{_toml(choice)}`" for choice in arguments)
-    if origin in (list, tuple):
+    if origin in LISTS:
         return f"list of {_said(arguments[0])}"
-    if origin is dict or hint is dict:
+    if origin in TABLES and arguments and arguments[1] is not Any:
+        return f"table of {_said(arguments[1])}"
+    if origin in TABLES or hint in TABLES:
         return "table"
     if hint is Duration:
         return "duration"

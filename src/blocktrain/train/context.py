@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.load import load_model
-from blocktrain.chain.partition import partition
+from blocktrain.chain.freezing import evaluating
+from blocktrain.chain.model_loading import load_model
+from blocktrain.chain.partition import partition_by_config
 from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.contrib.learning_tail import Tail
 from blocktrain.data.sampling import RowPlan
@@ -36,7 +35,7 @@ from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.build_task import build_task, require_separate_conversations
-from blocktrain.train.config import BlocksConfig, RunConfig
+from blocktrain.train.config import RunConfig
 from blocktrain.train.task import Task, to_device
 from blocktrain.units import BatchGeometry
 
@@ -111,7 +110,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     ).to(device)
     require_separate_conversations(model, task)
     batch = task.train.batch([0])
-    parts = cut(model, config.blocks, batch)
+    parts = partition_by_config(model, config.blocks, batch=batch)
     growth = IdentityLayers(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
     choose_kernels(config.memory.kernels, device)
     if config.memory.loss_chunk is not None:
@@ -148,20 +147,6 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=context.total_steps, visit_step=0)
     return context
-
-
-def cut(model: nn.Module, blocks: BlocksConfig, batch: Mapping[str, Any]) -> Partition:
-    """`model` in the blocks that the configuration asks for; batch: one row, to count FLOPs on."""
-    return partition(
-        model,
-        num_blocks=None if blocks.patterns or blocks.largest else blocks.count,
-        stages=blocks.stages,
-        pieces=blocks.pieces,
-        largest=blocks.largest,
-        patterns=blocks.patterns,
-        balance=blocks.balance,
-        batch=batch,
-    )
 
 
 def _require_settled_checkpoints(config: RunConfig, geometry: BatchGeometry) -> None:

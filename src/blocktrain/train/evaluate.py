@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from blocktrain.chain.activation import evaluating
+from blocktrain.chain.freezing import evaluating
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.generation_eval import Answer, ask
 from blocktrain.train.task import Score

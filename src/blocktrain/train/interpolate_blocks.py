@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from blocktrain.chain.block import Block
-from blocktrain.chain.chain import Chain
 
 T = TypeVar("T")
 
@@ -27,17 +26,15 @@ def ends(blocks: Sequence[Block]) -> list[int]:
     return sorted({position for group in _alike(blocks) for position in (group[0], group[-1])})
 
 
-def filled(
-    blocks: Sequence[Block], chain: Chain, known: Mapping[int, T], between: Callable[[T, T, float], T]
-) -> list[T]:
+def filled(blocks: Sequence[Block], known: Mapping[int, T], between: Callable[[T, T, float], T]) -> list[T]:
     """What is `known` of the ends, by position, and for each block between two of them `between(low, high, share)`:
     `share` is how far up the chain it lies, from 0 to 1."""
     result = dict(known)
     for group in _alike(blocks):
         low, high = group[0], group[-1]
-        bottom, top = (chain.layers.index(blocks[end].layers[0]) for end in (low, high))
+        bottom, top = (blocks[end].boundary for end in (low, high))
         for position in group[1:-1]:
-            share = (chain.layers.index(blocks[position].layers[0]) - bottom) / max(top - bottom, 1)
+            share = (blocks[position].boundary - bottom) / max(top - bottom, 1)
             result[position] = between(known[low], known[high], share)
     return [result[position] for position in range(len(blocks))]
 

@@ -2,13 +2,7 @@
 
 Each block is activated, trained and retired by the code that trains the real model. A first step on gradients of zero
 makes the moments, so that the step that counts is like every later one. `memory/tracker.py` tells what was alive at the
-worst moment and whose it was:
-
-    frozen        weights at rest                       active        weights of the block (a shared matrix: whole)
-    master        their fp32 copies                     gradients     as accumulated, and on their way there
-    moments       the optimizer's state                 logits        whatever is as wide as the vocabulary
-    activations   everything else that an operation returned: saved for the backward pass, or used for a moment
-    buffers       BatchNorm statistics, rotary tables   inputs        the batch
+worst moment, by part (`memory/parts.py`).
 
 On the CPU of a machine with a GPU the copy's device and host memory are one, so `host` (what frozen blocks left
 there) is kept apart by label. Moments kept between visits and a prefix cache lie beside the step and are not in it.
@@ -25,6 +19,7 @@ from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.memory.fake import fake_copy
+from blocktrain.memory.parts import ACTIVE, BUFFERS, FROZEN, GRADIENTS, INPUTS
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import meta_scalars_read_as_one
@@ -64,7 +59,7 @@ def predicted_peaks(
     a maximum of sums that grow evenly with the layers above, so no true one is higher.
     """
     fake = fake_copy(optimizer.partition.model)
-    copy = optimizer.rebind((partition or optimizer.partition).over(fake.model))
+    copy = optimizer.rebind((partition or optimizer.partition).rebind(fake.model))
     members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
     trained = [copy.partition.union(mine) for mine in members]
     with fake.running(), meta_scalars_read_as_one():
@@ -75,7 +70,7 @@ def peaks_of_all(optimizer: BlockOptimizer, step: StepShape, *, blocks: Sequence
     """The peak of a visit to each of `blocks`, of an optimizer over a copy without memory; not all are visited."""
     measured = ends(blocks)
     peaks = visited_peaks(optimizer, step, blocks=[blocks[end] for end in measured])
-    return filled(blocks, optimizer.partition.chain, dict(zip(measured, peaks, strict=True)), _between)
+    return filled(blocks, dict(zip(measured, peaks, strict=True)), _between)
 
 
 def _between(low: Peak, high: Peak, share: float) -> Peak:
@@ -95,14 +90,14 @@ def visited_peaks(
     width = logits_width(optimizer.partition)
     with step.saving(optimizer.partition), MemoryTracker(logits_width=width) as tracker:
         for block in optimizer.partition if blocks is None else blocks:
-            tracker.label("frozen", model.parameters())
-            tracker.label("buffers", model.buffers())
-            tracker.label("inputs", step.inputs)
+            tracker.label(FROZEN, model.parameters())
+            tracker.label(BUFFERS, model.buffers())
+            tracker.label(INPUTS, step.inputs)
             _label(tracker, optimizer)
             tracker.reset_peak()
             moved = [*block.parameters.values(), *optimizer.tail_of(block).values()]
             with optimizer.visit(block), _labelled_gradients(tracker, moved):
-                tracker.label("active", block.parameters.values())
+                tracker.label(ACTIVE, block.parameters.values())
                 _make_moments(optimizer, block)
                 _take(step, optimizer, tracker)
             _label(tracker, optimizer)
@@ -140,7 +135,7 @@ def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:
 @contextmanager
 def _labelled_gradients(tracker: MemoryTracker, weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, a weight's gradient counts as one from its birth, also where a master takes it and frees it at once."""
-    hooks = [weight.register_hook(lambda gradient: tracker.label("gradients", [gradient])) for weight in weights]
+    hooks = [weight.register_hook(lambda gradient: tracker.label(GRADIENTS, [gradient])) for weight in weights]
     try:
         yield
     finally:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from blocktrain.chain.activation import activate, evaluating, release
 from blocktrain.chain.block import Block
 from blocktrain.chain.chain import Layer
 from blocktrain.chain.checkpointing import checkpointed_layers
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
+from blocktrain.chain.freezing import activate, evaluating, release
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.codec import decode
@@ -143,7 +143,7 @@ def counted_steps(context: TrainingContext, batch: Mapping[str, torch.Tensor]) -
         )
 
     known = {end: counted_step(context, context.trained[end], batch) for end in ends(context.trained)}
-    return filled(context.trained, context.partition.chain, known, between)
+    return filled(context.trained, known, between)
 
 
 def counted_step(

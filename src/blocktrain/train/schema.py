@@ -19,6 +19,10 @@ from blocktrain.units import Duration
 
 T = TypeVar("T")
 
+# How the dataclasses annotate a list or a table of the file; a list is read as a tuple.
+LISTS = (list, tuple, Sequence)
+TABLES = (dict, Mapping)
+
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
     """Build dataclass `cls` from nested mappings; `where` is the dotted key of `values` in the file."""
@@ -54,6 +58,8 @@ def _plain(value: Any) -> Any:
         return f"{number} {value.unit}"
     if dataclasses.is_dataclass(value):
         return to_mapping(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -109,15 +115,16 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
         return from_mapping(typing.cast(type, kind), value, where=where)
-    if origin in (list, tuple) or kind in (list, tuple):
+    if origin in LISTS or kind in LISTS:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list, not {value!r}")
         kind_of_item = arguments[0] if arguments else Any
         return tuple(_convert(kind_of_item, item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is dict or kind is dict:
+    if origin in TABLES or kind in TABLES:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
-        return dict(value)
+        kind_of_item = arguments[1] if arguments else Any
+        return {key: _convert(kind_of_item, item, _join(where, key)) for key, item in value.items()}
     return _scalar(kind, value, where)
 
 
@@ -127,7 +134,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
     if value == "none" and type(None) in kinds:
         return None
     choices = [kind for kind in kinds if kind is not type(None)]
-    choices.sort(key=lambda kind: (get_origin(kind) in (list, tuple)) == isinstance(value, list))
+    choices.sort(key=lambda kind: (get_origin(kind) in LISTS) == isinstance(value, list))
     for kind in choices[:-1]:
         try:
             return _convert(kind, value, where)

@@ -20,7 +20,8 @@ from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.partition import partition as cut_into_blocks
 from blocktrain.memory.fake import FakeCopy, fake_copy
-from blocktrain.memory.tracker import HOST, MemoryTracker
+from blocktrain.memory.parts import HOST
+from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import preset
@@ -84,7 +85,7 @@ def _copies_seen() -> Iterator[None]:
 
 def _peak(fake: FakeCopy, optimizer: BlockOptimizer, block: Block, take: Callable[[int], None]) -> int:
     """take: the step's forward and backward passes, given which layer of the chain is the first of `block`."""
-    first = optimizer.partition.chain.layers.index(block.layers[0])
+    first = block.boundary
     tracker = MemoryTracker()
     with fake.running(), tracker:
         tracker.label("weights", [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]])
@@ -114,5 +115,5 @@ class _Passes:
         width = cast(Any, self.fake.model.config).hidden_size
         for _ in range(self.micro_steps):
             hidden = next(self.fake.model.parameters()).new_empty(*ids.shape, width) if level else None
-            with self.cut.running(level=level, hidden=hidden):
+            with self.cut.running(start=level, hidden=hidden):
                 self.fake.model(input_ids=ids, labels=ids).loss.backward()

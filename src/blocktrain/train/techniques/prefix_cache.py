@@ -34,7 +34,6 @@ from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
 from blocktrain.cache.prefix_cache import PrefixCache, Statistics
 from blocktrain.cache.store import layout_of, slot_bytes
-from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
@@ -68,7 +67,7 @@ class PrefixCaching(Technique):
         self._row_flops = [flops / context.geometry.rows_per_step for flops in forward_flops]  # of each layer
         self._forward = self._row_flops  # without the layers that the visit leaves out
         self._runner = boundary_runner(context)
-        self._boundaries = {block.index: _boundary(context, block) for block in context.partition}
+        self._boundaries = {block.index: block.boundary for block in context.partition}
         self._cache: PrefixCache | None = None
         self._place: CachePlace = "host"
         self._bandwidths: Bandwidths | None = None  # measured once, when first needed
@@ -129,7 +128,7 @@ class PrefixCaching(Technique):
         except StorageError as error:
             self._give_up(error)
             return nullcontext()
-        return self._runner.running(level=self._cache.level, hidden=hidden)
+        return self._runner.running(start=self._cache.level, hidden=hidden)
 
     def states(self, rows: StepRows, batch: Batch) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
@@ -369,11 +368,6 @@ def _sum_over_ranks(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, 
         **{name: round(value / ranks.size, 4) for name, value in zip(seconds, sums[len(counts) :], strict=True)},
         "encoding_error": seen.encoding_error,
     }
-
-
-def _boundary(context: TrainingContext, block: Block) -> int:
-    """The boundary below a block's first layer."""
-    return context.partition.chain.layers.index(block.layers[0])
 
 
 def _pass(runner: BoundaryRunner, batch: Mapping[str, Tensor], boundary: int) -> tuple[float, Tensor]:

@@ -1,10 +1,10 @@
-"""Models from a configuration: a Hugging Face architecture built from its own settings, a folder or hub name, or a
-CIFAR ResNet. Remote code is never run."""
+"""Loading the model that a configuration names: a Hugging Face architecture with settings of its own, a folder or hub
+name, or a CIFAR ResNet. Remote code is never run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,13 +23,13 @@ class ModelConfig:
     """Which model is trained.
 
     architecture: a `model_type` of transformers ("gpt2", "llama", "qwen3", ...) built with `config`, or "resnet20".
-    path: instead, a folder or hub name that `from_pretrained` takes.
-    weights: "pretrained" loads the weights found at `path`; "random" only its configuration.
-    config: settings of the architecture's configuration class (`n_layer = 6`, ...); unknown names are errors.
-    zero_residuals: each layer begins as the identity: the last matrix of each residual branch is zero. Until a visit
-        has trained something of it, a layer is then left out of training steps, which changes nothing but their cost.
-    grown_layers: what such a layer is when a visit first reaches it: as it was "drawn", or "copied" from a layer that
-        an earlier visit has reached, if there is one, the last matrices zero all the same.
+    path: instead of `architecture`, a folder or hub name that `from_pretrained` takes.
+    weights: "pretrained" loads the weights at `path`; "random" takes only its configuration.
+    config: settings of the architecture's configuration class (`n_layer = 6`, ...); an unknown name is an error.
+    zero_residuals: each layer begins as the identity, because the last matrix of each residual branch is zero. Until a
+        visit has trained some of it, a layer is then left out of training steps, which changes nothing but their cost.
+    grown_layers: the weights of such a layer when a visit first reaches it: its initial ones ("drawn"), or those of a
+        layer that an earlier visit has reached, if there is one ("copied"); the last matrices are zero in either case.
     """
 
     architecture: str | None = None
@@ -49,7 +49,7 @@ class ModelConfig:
             )
         if self.grown_layers == "copied" and not self.zero_residuals:
             raise ConfigError(
-                "grown_layers = 'copied' is for layers that begin as the identity: set zero_residuals = true"
+                "grown_layers = 'copied' needs layers that begin as the identity: set zero_residuals = true"
             )
         if self.zero_residuals and _depth_of_resnet(self.architecture) is not None:
             raise ConfigError(f"zero_residuals = true is for transformers, not for '{self.architecture}'; leave it out")
@@ -63,13 +63,16 @@ def load_model(
     classes: Sequence[str] | None = None,
     pad_token: int | None = None,
 ) -> nn.Module:
-    """The model on the CPU in fp32; random weights come from torch's global generator.
+    """The model that `config` names, on the CPU in fp32; random weights come from torch's global generator.
 
-    vocab_size: of the tokenizer; the default of an architecture built here, and checked against the model's.
-    row_tokens: sequence length, checked against the model's positions.
-    classes: names of what is told apart; the model then has a head for them, over texts where there is a vocabulary,
-        over images where there is none. Without classes it predicts tokens.
-    pad_token: what texts are filled up with; a decoder looks for the last token before it.
+    vocab_size: the tokenizer's vocabulary; an architecture built here gets it by default, and any other model must
+        have at least as many.
+    row_tokens: the length of a row; the model must have at least as many positions.
+    classes: names of the classes; the model then has a classification head, over texts if there is a vocabulary, else
+        over images. Without classes it predicts tokens.
+    pad_token: the token that fills up texts; a decoder classifies by the last token before it.
+
+    Raises `ConfigError` for a model that does not exist, cannot be built, or does not fit the data.
     """
     depth = _depth_of_resnet(config.architecture)
     if depth is not None:
@@ -78,7 +81,7 @@ def load_model(
     _check_fit(model, vocab_size, row_tokens)
     settings: Any = cast(Any, model.config).get_text_config()
     if hasattr(settings, "use_cache"):
-        settings.use_cache = False  # of keys and values, for generation; with one, packed rows are not told apart
+        settings.use_cache = False  # keys and values; with a cache, the conversations of a packed row see each other
     if classes is not None and getattr(settings, "pad_token_id", None) is None:
         settings.pad_token_id = pad_token
     return model
@@ -129,7 +132,7 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
 
 
 def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
-    """The class of transformers for what the model is to predict, and the settings of its head."""
+    """The class of transformers for what the model predicts, and the settings of its head."""
     import transformers
 
     if classes is None:
@@ -142,15 +145,15 @@ def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[
 
 
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
-    """Random weights, and the attention that transformers chooses: sdpa, but where an architecture needs its scores
-    (Gemma 2 caps them, BLOOM adds ALiBi) its own."""
+    """A model with random weights, and with the attention that transformers chooses: sdpa, or the architecture's own
+    where that changes the scores (Gemma 2 caps them, BLOOM adds ALiBi)."""
     if type(settings) not in cls._model_mapping:
         what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
         kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
     try:
         return cls.from_config(settings).float()
-    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # values that do not go together
+    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # contradictory settings
         if is_out_of_memory(error):
             raise
         raise ConfigError(f"[model.config] makes no '{name}': {first_line(error)}") from error
@@ -170,7 +173,7 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
     settings = dict(given)
     if vocab_size is not None and "vocab_size" in known:
         settings.setdefault("vocab_size", vocab_size)
-    # Special tokens of the architecture's default vocabulary lie outside a small one; they play no part in training.
+    # Special tokens of the architecture's default vocabulary may lie outside a small one; training does not use them.
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(default, key, None)
         if isinstance(token, int) and key not in settings and token >= settings.get("vocab_size", token + 1):
@@ -178,7 +181,7 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
     return AutoConfig.for_model(name, **settings)
 
 
-def _near_architecture(name: str, known: Any) -> str:
+def _near_architecture(name: str, known: Iterable[str]) -> str:
     hint = nearest(name, known)
     return (
         hint if hint.startswith("did") else "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"

@@ -1,4 +1,4 @@
-"""Blocks smaller than a layer: nothing is left out, nothing is in two of them, and none is larger than asked for."""
+"""Blocks smaller than a layer: no scalar is left out or owned twice, and no block is larger than requested."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import transformers as hf
 from torch import nn
 
 from blocktrain.chain.block import Partition
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.partition import partition
-from blocktrain.chain.piece import modules_apart, pieces_up_to, whole_layers
+from blocktrain.chain.segment import layer_segments, module_segments, segments_up_to
 from blocktrain.errors import ConfigError, PartitionError
 
 
@@ -36,8 +36,8 @@ def owners(parts: Partition) -> dict[str, torch.Tensor]:
 
 
 def test_a_layer_comes_apart_into_modules_and_a_matrix_into_rows() -> None:
-    found = pieces_up_to(find_chain(llama()), 600)
-    assert [(piece.name, piece.size) for piece in found] == [
+    found = segments_up_to(find_chain(llama()), 600)
+    assert [(segment.name, segment.size) for segment in found] == [
         ("model.embed_tokens.weight[0:50]", 400),
         ("model.embed_tokens.weight[50:100]", 400),
         ("model.layers.0.self_attn", 256),
@@ -69,11 +69,12 @@ def test_there_are_as_few_blocks_as_the_limit_allows() -> None:
 
 def test_layers_that_are_small_enough_stay_whole() -> None:
     chain = find_chain(llama())
-    assert [piece.name for piece in pieces_up_to(chain, 900)] == [piece.name for piece in whole_layers(chain)]
+    names = [segment.name for segment in layer_segments(chain)]
+    assert [segment.name for segment in segments_up_to(chain, 900)] == names
 
 
 def test_modules_come_apart_with_the_norms_beside_them() -> None:
-    found = [piece.name for piece in modules_apart(find_chain(gpt2()))]
+    found = [segment.name for segment in module_segments(find_chain(gpt2()))]
     layer = ["ln_1+attn.c_attn", "attn.c_proj", "ln_2+mlp.c_fc", "mlp.c_proj"]
     names = [f"transformer.h.{index}.({name})" if "+" in name else f"transformer.h.{index}.{name}"
              for index in range(2) for name in layer]  # fmt: skip
@@ -83,8 +84,8 @@ def test_modules_come_apart_with_the_norms_beside_them() -> None:
         *names,
         "head",
     ]  # the head is a norm, and the embedding's matrix
-    last = modules_apart(find_chain(llama()))[-4:]
-    assert [piece.name for piece in last] == [
+    last = module_segments(find_chain(llama()))[-4:]
+    assert [segment.name for segment in last] == [
         "model.layers.1.mlp.gate_proj",
         "model.layers.1.mlp.up_proj",
         "model.layers.1.(mlp.down_proj+input_layernorm+post_attention_layernorm)",
@@ -118,10 +119,10 @@ def test_what_does_not_go_with_modules() -> None:
 
 
 def test_a_limit_below_one_row_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"a row of 'model.embed_tokens.weight' has 8 parameters"):
+    with pytest.raises(PartitionError, match=r"one row of 'model.embed_tokens.weight' has 8 parameters"):
         partition(llama(), largest=7)
 
 
 def test_one_way_to_cut_at_a_time() -> None:
-    with pytest.raises(ConfigError, match="one of num_blocks, largest and patterns"):
+    with pytest.raises(ConfigError, match="exactly one of num_blocks, largest and patterns"):
         partition(llama(), 3, largest=100)

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from blocktrain.chain.activation import activate, release, set_train_modes
 from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.freezing import activate, release, set_train_modes
 from blocktrain.chain.partition import partition
 from blocktrain.modules.recompute import Recomputed
 from blocktrain.modules.wrap import wrappers_of
@@ -173,7 +173,7 @@ def test_a_frozen_prefix_saves_no_activations(model, checkpointing: bool):
         checkpoint_activations(parts.model, reentrant=False)
     for block in parts[1:]:
         saved = saved_by_layer(parts, block)
-        first = parts.chain.layers.index(block.layers[0])
+        first = block.boundary
         assert first > 0
         assert [saved[layer.name] for layer in parts.chain.layers[:first]] == [0] * first
         assert saved[block.layers[0].name] > 0

@@ -1,4 +1,4 @@
-"""From any model to its chain: who knows how this model is cut?"""
+"""Finding the chain of a model: each kind of model has its own way to tell its layers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from blocktrain.errors import PartitionError
 
 
 def find_chain(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = None) -> Chain:
-    """The layer chain of `model`, which is left as it is.
+    """The chain of layers of `model`, which stays as it is.
 
-    layers: `{layer name: [dotted module paths]}` in forward order, for a model this function does not know or
-        cuts otherwise than wanted; together they must hold every parameter.
+    layers: `{layer name: [dotted module paths]}` in forward order, for a model that this function does not know, or
+        cuts differently than you want; together they must hold every parameter.
 
     Without `layers` the model must be a Hugging Face decoder or encoder, an `nn.Sequential` or a `ResNet` of this
-    package; `PartitionError` otherwise.
+    package; otherwise this raises `PartitionError`.
     """
     if layers is not None:
         return Chain.of_modules(model, layers)
@@ -30,29 +30,30 @@ def find_chain(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = No
     if is_huggingface(model):
         return huggingface_chain(model)
     raise PartitionError(
-        f"the layers of {type(model).__name__} are not known (it is no Hugging Face transformer, nn.Sequential or "
-        'ResNet); name them in forward order: layers={"first": ["dotted.path"], ...}'
+        f"the layers of {type(model).__name__} are not known (it is not a Hugging Face transformer, an "
+        'nn.Sequential or a ResNet); name them in forward order: layers={"first": ["dotted.path"], ...}'
     )
 
 
 def _children_with_parameters(model: nn.Sequential) -> Mapping[str, Sequence[str]]:
-    """One layer a child that has parameters; one without (ReLU, Flatten) joins the layer before it, or the first.
+    """One layer for each child with parameters. A child without any (ReLU, Flatten) joins the layer before it, or the
+    first layer.
 
     >>> _children_with_parameters(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     {'1': ['0', '1', '2'], '3': ['3']}
     """
     layers: dict[str, list[str]] = {}
-    waiting: list[str] = []  # children before the first parameter
+    leading: list[str] = []  # children before the first one with parameters
     for name, child in model._modules.items():  # named_children would hide the second use of a shared child
         if child is None:
             continue
         if next(child.parameters(), None) is not None:
-            layers[name] = [*waiting, name]
-            waiting = []
+            layers[name] = [*leading, name]
+            leading = []
         elif layers:
             layers[next(reversed(layers))].append(name)
         else:
-            waiting.append(name)
+            leading.append(name)
     if not layers:
         raise PartitionError("this nn.Sequential has no parameters: there is nothing to train in it")
     return layers

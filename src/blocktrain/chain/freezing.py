@@ -1,12 +1,12 @@
-"""Making one block active: which parameters want gradients, which layers behave as in training.
+"""Freezing all blocks but one: which parameters require gradients, and which layers run in train mode.
 
     frozen prefix            active block             frozen tail
     no gradients             weight gradients         activation gradients only
     no saved activations     saved activations        saved activations
     eval mode                train mode               eval mode
 
-Frozen layers run in eval mode: dropout does nothing there (so that the prefix puts out the same values each time
-and can be stored), and a frozen BatchNorm neither moves its running statistics nor depends on the batch.
+Frozen layers run in eval mode. So dropout does nothing there, and the prefix computes the same values each time and
+can be stored; and a frozen BatchNorm neither moves its running statistics nor depends on the batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
 
     frozen_dropout: let dropout act in frozen layers too (a prefix cache is then refused).
 
-    Until `release`, Hugging Face's activation checkpointing, if on, is ours (see `checkpointing.py`), and a tied weight
-    that is active has one gradient at a time (see `modules/tied.py`).
+    Until `release`, this package's activation checkpointing replaces Hugging Face's where that is on (see
+    `checkpointing.py`), and an active tied weight has one gradient at a time (see `modules/tied.py`).
     """
     unshare_gradients(partition.model)
     disable_hf_checkpointing(partition)
-    _let_inputs_be_plain(partition)
+    _disable_input_gradients(partition)
     active = {id(parameter) for parameter in block.parameters.values()}
     for parameter in partition.model.parameters():
         parameter.requires_grad_(id(parameter) in active)
@@ -41,7 +41,8 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
 
 
 def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
-    """Train mode for the active layers, eval mode for the others; call again after `model.train()` or `.eval()`."""
+    """Put the active layers into train mode and all others into eval mode. Call it again after `model.train()` or
+    `model.eval()`."""
     partition.model.train(frozen_dropout)
     if frozen_dropout:
         for module in partition.model.modules():
@@ -53,7 +54,7 @@ def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every layer is in eval mode; afterwards each has the mode it had."""
+    """Inside this context every module is in eval mode; afterwards each has its previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -64,7 +65,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def release(partition: Partition) -> None:
-    """Freeze everything and leave no gradient behind."""
+    """Freeze everything and free all gradients: undoes `activate`."""
     for parameter in partition.model.parameters():
         parameter.requires_grad_(False)
         parameter.grad = None
@@ -72,9 +73,10 @@ def release(partition: Partition) -> None:
     restore_hf_checkpointing(partition)
 
 
-def _let_inputs_be_plain(partition: Partition) -> None:
+def _disable_input_gradients(partition: Partition) -> None:
     """Hugging Face makes the embedding's output require a gradient whenever activation checkpointing is switched on.
-    Reentrant checkpointing needs that; here it would differentiate the frozen prefix, and save its activations."""
+    Reentrant checkpointing needs that. Here it would send a backward pass through the frozen prefix, and save the
+    prefix's activations."""
     for module in partition.model.modules():
         if getattr(module, "_require_grads_hook", None) is not None:
             module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from blocktrain.chain.find import find_chain
+from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import PartitionError
 
