@@ -174,7 +174,10 @@ BAD = {
         ["--set", "model.config.layers=2"],
         "unknown key 'model.config.layers' for architecture 'gpt2'",
     ),
-    "unknown optimizer": (["--set", "optimizer.name=AdamV"], "'AdamV' is not a class of torch.optim that can train"),
+    "unknown optimizer": (
+        ["--set", "optimizer.name=AdamV"],
+        "'AdamV' is neither a class of torch.optim that can train",
+    ),
     "bad option": (["--set", "optimizer.options.beta=3"], "AdamW refuses these settings"),
     "duration": (["--set", "schedule.visit=10 bananas"], "schedule.visit: '10 bananas' is not a duration"),
     "order": (["--set", "schedule.order=[0, 7]"], "order names block 7; the partition has blocks 0 to 2"),
