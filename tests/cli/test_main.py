@@ -176,7 +176,7 @@ BAD = {
     ),
     "unknown optimizer": (
         ["--set", "optimizer.name=AdamV"],
-        "'AdamV' is not a class of torch.optim that can train a block; did you mean",
+        "'AdamV' is neither a class of torch.optim that can train",
     ),
     "bad option": (["--set", "optimizer.options.beta=3"], "AdamW refuses these settings"),
     "duration": (["--set", "schedule.visit=10 bananas"], "schedule.visit: '10 bananas' is not a duration"),

@@ -68,16 +68,16 @@ def test_names_of_optimizer_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "AdamV": r"'AdamV' is not a class of torch\.optim.*did you mean 'Adam.*'package\.module:Class'",
-        "LBFGS": r"'LBFGS' is not a class of torch\.optim that can train a block",
-        "Optimizer": r"'Optimizer' is not a class of torch\.optim that can train a block",
+        "AdamV": r"'AdamV' is neither a class of torch\.optim.*'package\.module:Class'; did you mean 'Adam",
+        "LBFGS": r"'LBFGS' is neither a class of torch\.optim that can train a block",
+        "Optimizer": r"'Optimizer' is neither a class of torch\.optim that can train a block",
         "torch.optim.AdamW": r"without its path, 'AdamW'",
-        "torch.optim:LBFGS": r"'torch\.optim:LBFGS' is not a class of torch\.optim that can train a block",
+        "torch.optim:LBFGS": r"'torch\.optim:LBFGS' is neither a class of torch\.optim that can train a block",
         "no_such_package:Lion": r"module 'no_such_package' cannot be imported \(No module named .* add its folder to",
         f"{__name__}:CountedAdam": r"'.*:CountedAdam' is not a subclass of .*; did you mean 'CountedAdamW'",
         f"{__name__}:NOT_A_CLASS": r"NOT_A_CLASS' is not a subclass of torch\.optim\.Optimizer",
         "json:JSONDecoder": r"is not a subclass of torch\.optim\.Optimizer in 'json'; it defines none",
-        "": r"'' is not a class of torch\.optim",
+        "": r"'' is neither a class of torch\.optim",
     }.items(),
 )
 def test_a_wrong_name_is_refused_with_the_way_out(name: str, said: str) -> None:

@@ -109,8 +109,8 @@ def find_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         } - {"LBFGS", "SparseAdam"}  # LBFGS needs a closure, SparseAdam sparse gradients
         if attribute not in known:
             raise ConfigError(
-                f"optimizer.name '{name}' is not a class of torch.optim that can train a block; "
-                f"{nearest(attribute, known)}; or name a class of your own as 'package.module:Class'"
+                f"optimizer.name '{name}' is neither a class of torch.optim that can train a block nor the path of "
+                f"another one, 'package.module:Class'; {nearest(attribute, known)}"
             )
         if module:  # other settings are checked against the bare name
             raise ConfigError(f"optimizer.name '{name}': write a class of torch.optim without its path, '{attribute}'")
