@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.cache.collective import BROKEN, CollectivePrefixCache
+from blocktrain.cache.collective import FAILED, CollectivePrefixCache
 from blocktrain.cache.encoding import Encoding, Fields
 from blocktrain.cache.store import MemoryStore, RowLayout
 from blocktrain.chain.boundary import BoundaryRunner
@@ -44,12 +44,12 @@ class Pair:
         torch.manual_seed(0)
         self.model = GPT2LMHeadModel(config).eval()
         self.inputs = torch.randint(0, 64, (SLOTS, 8))
-        self.cut = BoundaryRunner(bt.partition(self.model, num_blocks=3).chain)
+        self.runner = BoundaryRunner(bt.partition(self.model, num_blocks=3).chain)
         self.other: Callable[[int], int] = lambda mine: mine
         self.store: Filling | None = None
         self.cache = CollectivePrefixCache(
-            self.cut,
-            gather=lambda mine: [mine, self.other(mine)],
+            self.runner,
+            all_gather=lambda mine: [mine, self.other(mine)],
             num_slots=SLOTS,
             encoding=Encoding("compute"),
             make_store=self.make_store,
@@ -59,14 +59,14 @@ class Pair:
         self.store = Filling(slots, layout, device=CPU)
         return self.store
 
-    def open(self, level: int) -> None:
-        self.cache.open(level, key=KEY, sample={"input_ids": self.inputs[:1]})
+    def open(self, boundary: int) -> None:
+        self.cache.open(boundary, key=KEY, sample={"input_ids": self.inputs[:1]})
 
     def fetch(self, slots: np.ndarray) -> Tensor:
         return self.cache.fetch(slots, {"input_ids": self.inputs[slots]})
 
-    def expected(self, slots: np.ndarray, level: int) -> Tensor:
-        return self.cut.states({"input_ids": self.inputs[slots]}, [level])[level]
+    def expected(self, slots: np.ndarray, boundary: int) -> Tensor:
+        return self.runner.states({"input_ids": self.inputs[slots]}, [boundary])[boundary]
 
 
 def test_what_all_have_is_read_and_nothing_runs() -> None:
@@ -77,7 +77,7 @@ def test_what_all_have_is_read_and_nothing_runs() -> None:
             pair.cache.prefetch(slots)
             assert torch.equal(pair.fetch(slots), pair.expected(slots, 2))
     seen = pair.cache.statistics
-    assert (seen.asked, seen.hits, seen.computed, seen.layers_run) == (16, 8, 8, {(0, 2): 8})
+    assert (seen.requested, seen.hits, seen.computed, seen.layers_run) == (16, 8, 8, {(0, 2): 8})
 
 
 def test_what_another_lacks_is_computed_here_too_from_the_inputs() -> None:
@@ -121,7 +121,7 @@ def test_room_that_ends_here_ends_the_cache_everywhere_one_pass_later() -> None:
 def test_room_that_ends_elsewhere_ends_the_cache_here() -> None:
     pair = Pair()
     pair.open(2)
-    pair.other = lambda mine: BROKEN
+    pair.other = lambda mine: FAILED
     with pytest.raises(StorageError, match="another process cannot store or read its rows"):
         pair.fetch(HALF)
     with pytest.raises(StorageError, match="another process"):

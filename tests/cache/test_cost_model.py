@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from blocktrain.cache.config import PrefixConfig
 from blocktrain.cache.cost_model import (
     CacheFacts,
     CachePlace,
-    PrefixConfig,
     VisitReuse,
     choose,
     free_bytes,
@@ -32,7 +32,7 @@ ADVANCED = VisitReuse(uses=1, prefix_flops=2 * 10**9, fill_flops=10**9)
 FOUND = VisitReuse(uses=1, prefix_flops=10**9, fill_flops=0)
 
 
-def facts(*needs: VisitReuse, **changes: Any) -> CacheFacts:
+def facts(*visits: VisitReuse, **changes: Any) -> CacheFacts:
     usual: dict[str, Any] = {
         "num_slots": 1000,
         "row_bytes": MIB,
@@ -41,7 +41,7 @@ def facts(*needs: VisitReuse, **changes: Any) -> CacheFacts:
         "write_bytes_per_second": RATES,
         "free_bytes": {"host": 1e12, "file": 1e12},
     }
-    return CacheFacts(needs=needs, **{**usual, **changes})
+    return CacheFacts(visits=visits, **{**usual, **changes})
 
 
 CASES: dict[str, tuple[CacheFacts, CachePlace | None, float, float, str]] = {

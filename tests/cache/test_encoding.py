@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktrain.cache.encoding import Encoding, Kind
+from blocktrain.cache.encoding import Encoding, EncodingKind
 
 
 def hidden(*shape: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_int8_of_images_and_of_pooled_rows():
 
 
 @pytest.mark.parametrize("kind", ["compute", "bf16", "int8"])
-def test_a_row_is_encoded_the_same_whatever_else_is_in_the_batch(kind: Kind):
+def test_a_row_is_encoded_the_same_whatever_else_is_in_the_batch(kind: EncodingKind):
     """What a lazy and an early fill store must not depend on how rows were batched."""
     encoding, values = Encoding(kind), hidden(6, 5, 32)
     together = encoding.encode(values)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from blocktrain.cache import store as stores
-from blocktrain.cache.encoding import Encoding, Fields, Kind
+from blocktrain.cache.encoding import Encoding, EncodingKind, Fields
 from blocktrain.cache.store import Field, FileStore, MemoryStore, RowLayout, Store, as_bytes, layout_of, slot_bytes
 from blocktrain.errors import StorageError
 
@@ -24,7 +24,7 @@ STORES: dict[str, Make] = {
     "memory": lambda _folder, slots, layout: MemoryStore(slots, layout, device=CPU),
     "file": FileStore,
 }
-KINDS: list[tuple[Kind, torch.dtype]] = [
+KINDS: list[tuple[EncodingKind, torch.dtype]] = [
     ("compute", torch.float32),
     ("compute", torch.bfloat16),
     ("bf16", torch.float32),
@@ -32,7 +32,7 @@ KINDS: list[tuple[Kind, torch.dtype]] = [
 ]
 
 
-def rows(kind: Kind, dtype: torch.dtype, count: int, *shape: int) -> Fields:
+def rows(kind: EncodingKind, dtype: torch.dtype, count: int, *shape: int) -> Fields:
     return Encoding(kind).encode(torch.randn(count, *(shape or (3, 8))).to(dtype))
 
 
@@ -44,7 +44,7 @@ def equal(one: Fields, other: Fields) -> bool:
 
 @pytest.mark.parametrize("make", STORES.values(), ids=STORES)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_rows_come_back_bit_for_bit_in_any_order(tmp_path: Path, make: Make, kind: Kind, dtype: torch.dtype):
+def test_rows_come_back_bit_for_bit_in_any_order(tmp_path: Path, make: Make, kind: EncodingKind, dtype: torch.dtype):
     given = rows(kind, dtype, 7)
     store = make(tmp_path / "here", 10, layout_of(given))
     slots = np.array([9, 0, 4, 2, 7, 1, 3])
@@ -149,7 +149,7 @@ def test_a_disk_that_fills_up_later_is_an_error_not_a_signal(tmp_path: Path):
     try:
         with pytest.raises(StorageError, match="no room left while writing"):
             store.write(np.array([10, 90]), {"data": given["data"][:2]})
-        with pytest.raises(StorageError, match="was written in part"):
+        with pytest.raises(StorageError, match="was written only in part"):
             store.write(np.array([50]), {"data": given["data"][:1]})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

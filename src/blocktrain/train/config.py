@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from blocktrain.cache.cost_model import PrefixConfig
+from blocktrain.cache.config import PrefixConfig
 from blocktrain.chain.checkpointing import Boundaries
 from blocktrain.chain.load import ModelConfig
 from blocktrain.chain.partition import Balance, Pieces

@@ -32,8 +32,8 @@ from blocktrain.cache.cost_model import (
 )
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
-from blocktrain.cache.prefix_cache import PrefixCache, Statistics
-from blocktrain.cache.store import layout_of, slot_bytes
+from blocktrain.cache.prefix_cache import CacheStatistics, PrefixCache
+from blocktrain.cache.store import STORES, layout_of, slot_bytes
 from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
@@ -68,7 +68,7 @@ class PrefixRunner:
         self._cut = boundary_runner(context)
         self._levels = {block.index: _level(context, block) for block in context.partition}
         self._cache: PrefixCache | None = None
-        self._place: CachePlace = "host"
+        self._place = "host"  # a name in `STORES`
         self._rates: Bandwidths | None = None  # measured once, when first asked for
         self._choice: CacheDecision | None = None
         self._flops_per_second = float("inf")
@@ -93,7 +93,7 @@ class PrefixRunner:
         self._choice, self._saved, self._told = None, 0, 0
         self._now = fingerprints(self.context, self._levels.values())
         level = self.level = self._levels[visit.block.index]
-        if self._cache is not None and not self._cache.holds(key_of(self.context, visit)):
+        if self._cache is not None and not self._cache.matches(key_of(self.context, visit)):
             self._cache.clear()  # another subset's rows: nobody will ask for them again
         if level == 0 or self.context.config.prefix.store == "off":
             return None
@@ -124,7 +124,7 @@ class PrefixRunner:
         except StorageError as error:
             self._give_up(error)
             return nullcontext()
-        return self._cut.running(level=self._cache.level, hidden=hidden)
+        return self._cut.running(level=self._cache.boundary, hidden=hidden)
 
     def states(self, rows: StepRows, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
@@ -149,7 +149,7 @@ class PrefixRunner:
         """What the caches of all ranks did in the visit so far, in all sessions of the run, as a record to log; None
         where there was none."""
         cache = self._cache if self.active else None
-        seen = Statistics() if cache is None else cache.statistics
+        seen = CacheStatistics() if cache is None else cache.statistics
         did = _added_up(self.context.ranks, seen, saved=0 if cache is None else self.flops_saved())
         if cache is None:
             return self._before
@@ -178,7 +178,7 @@ class PrefixRunner:
             return self._saved
         seen = self._cache.statistics
         filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
-        return round(seen.asked * self._flops(0, self._cache.level) - filled)
+        return round(seen.requested * self._flops(0, self._cache.boundary) - filled)
 
     def __enter__(self) -> PrefixRunner:
         return self
@@ -231,13 +231,14 @@ class PrefixRunner:
         free: dict[CachePlace, float] = free_bytes(context.device, self.folder)
         shared_by: dict[CachePlace, int] = {"device": 1, "host": context.ranks.local_size, "file": context.ranks.size}
         if self._cache is not None:  # it is not in its own way
-            free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes * shared_by[self._place]
+            medium = STORES[self._place].medium
+            free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
         free = {place: amount / shared_by[place] for place, amount in free.items()}
         if self._rates is None:
             measured = config.store == "auto"
             self._rates = measure_bandwidths(context.device, self.folder) if measured else Bandwidths(read={}, write={})
         facts = CacheFacts(
-            needs=self._needs(visit, level),
+            visits=self._needs(visit, level),
             num_slots=context.rows.num_slots,
             row_bytes=self._row_bytes,
             boundaries=kept,
@@ -253,7 +254,7 @@ class PrefixRunner:
         context = self.context
         uses = self._uses(visit)
         key = key_of(context, visit)
-        held = {0: 1} if self._cache is None else self._cache.held(level, key=key, now=self._now)
+        held = {0: 1} if self._cache is None else self._cache.rows_by_source(level, key=key, fingerprints=self._now)
         fill = sum(count * self._flops(at, level) for at, count in held.items()) / sum(held.values())
         needs = [VisitReuse(uses=uses, prefix_flops=round(self._flops(0, level)), fill_flops=fill)]
         subset, before = context.rows.subset(visit=visit.index, sweep=visit.sweep), level
@@ -293,14 +294,16 @@ class PrefixRunner:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _open_cache(self, visit: Visit, level: int, place: CachePlace) -> None:
+    def _open_cache(self, visit: Visit, level: int, place: str) -> None:
         if self._cache is not None and place != self._place:
             self._cache.close()
             self._cache = None
         self._place = place
         if self._cache is None:
-            self._cache = new_cache(self.context, self._cut, place, folder=self._mine, levels=self._kept())
-        self._cache.open(level, key=key_of(self.context, visit), sample=sample(self.context, visit, 1), now=self._now)
+            self._cache = new_cache(self.context, self._cut, place, folder=self._mine, boundaries=self._kept())
+        self._cache.open(
+            level, key=key_of(self.context, visit), sample=sample(self.context, visit, 1), fingerprints=self._now
+        )
         if self.context.config.prefix.fill == "ahead":
             fill_ahead(self.context, self._cache, visit)
 
@@ -327,11 +330,11 @@ def _refusal(context: TrainingContext) -> str | None:
     return None
 
 
-def _added_up(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, Any]:
+def _added_up(ranks: Ranks, seen: CacheStatistics, *, saved: int) -> dict[str, Any]:
     """The fields of a record over all ranks: counts in sum, seconds as their mean, for ranks wait side by side."""
     counts = {
         "bytes": seen.bytes_stored,
-        "rows": seen.asked,
+        "rows": seen.requested,
         "hits": seen.hits,
         "computed": seen.computed,
         "stale": seen.stale,
