@@ -19,6 +19,7 @@ LEVELS = [
     {"chain"},
     {"schedule", "stopping"},
     {"optim", "cache", "parallel", "data", "plan"},
+    {"contrib"},
     {"train"},
     {"compare", "report"},
     {"integrations"},

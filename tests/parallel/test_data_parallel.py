@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import blocktrain as bt
 from blocktrain.errors import ConfigError, PeerError
-from blocktrain.parallel.data_parallel import DataParallel, DistributedConfig
+from blocktrain.parallel.config import DistributedConfig
+from blocktrain.parallel.data_parallel import DataParallel
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 
@@ -69,20 +70,20 @@ def compare(settings: dict[str, Any], micro: int, precision: str) -> list[dict[s
                         backward(partition, piece)
                 expected = gradients(optimizer)
                 optimizer.zero_grad()
-                before = ranks.payload_bytes
+                before = ranks.all_reduced_bytes
                 with parallel.visit(optimizer.in_visit):
                     for _ in range(2):  # and once more: nothing is left over from the first step
                         optimizer.zero_grad()
                         *others, last = mine.split(micro)
                         for piece in others:
                             backward(partition, piece)
-                        with parallel.last_backward():
+                        with parallel.gradient_sync():
                             backward(partition, last)
-                    sent = ranks.payload_bytes - before
+                    sent = ranks.all_reduced_bytes - before
                     got = gradients(optimizer)
                 optimizer.zero_grad()
                 backward(partition, rows[:1])  # outside: nothing travels any more
-                late = ranks.payload_bytes - before - sent
+                late = ranks.all_reduced_bytes - before - sent
             scale = max(float(value.abs().max()) for value in expected.values() if value is not None)
             found.append(
                 {
@@ -143,7 +144,7 @@ def drift() -> str:
     with open_ranks() as ranks:
         parallel = DataParallel(ranks, DistributedConfig())
         partition, optimizer, rows = build()
-        with optimizer.visit(partition[1]), parallel.visit(optimizer.in_visit), parallel.last_backward():
+        with optimizer.visit(partition[1]), parallel.visit(optimizer.in_visit), parallel.gradient_sync():
             backward(partition, rows)
         try:
             with optimizer.visit(partition[1]), parallel.visit(optimizer.in_visit), torch.no_grad():
@@ -168,7 +169,7 @@ def test_one_process_sends_nothing_and_changes_nothing() -> None:
         backward(partition, rows)
         expected = gradients(optimizer)
         optimizer.zero_grad()
-        with parallel.visit(optimizer.in_visit), parallel.last_backward():
+        with parallel.visit(optimizer.in_visit), parallel.gradient_sync():
             backward(partition, rows)
         for name, value in gradients(optimizer).items():
             alone = expected[name]

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import blocktrain as bt
 from blocktrain.errors import ConfigError
-from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition, ShardingConfig
+from blocktrain.parallel.config import ShardingConfig
+from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 from blocktrain.train.checkpoint import CheckpointHeader, load_checkpoint, save_checkpoint
@@ -124,8 +125,8 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
         sharded = ShardedPartition(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
         losses = sweep(ranks, optimizer)
-        whole = {name: value for block in sharded.partition for name, value in sharded.full_weights(block).items()}
-        state = sharded.gathered(optimizer.state_dict())
+        whole = {name: value for block in sharded.partition for name, value in sharded.gather_weights(block).items()}
+        state = sharded.gather_state(optimizer.state_dict())
         if ranks.is_rank0:
             plain = bt.partition(build(kind)[0].model, num_blocks=3, layers=layers)
             writer = optimizer_of(plain)
@@ -157,7 +158,7 @@ def go_on(kind: str, checkpoint: str) -> list[float]:
         load_checkpoint(Path(checkpoint), partition, plain)
         sharded = ShardedPartition(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
-        optimizer.load_state_dict(sharded.scattered(plain.state_dict()))
+        optimizer.load_state_dict(sharded.shard_state(plain.state_dict()))
         return sweep(ranks, optimizer, first=STEPS * 3)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocktrain.errors import ConfigError, PeerError
-from blocktrain.parallel.bucketed_all_reduce import IN_FLIGHT, BucketedAllReduce, buckets
+from blocktrain.parallel.bucketed_all_reduce import MAX_IN_FLIGHT, BucketedAllReduce, make_buckets
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.parallel.replicas import checksum
 from blocktrain.testing import run_distributed
@@ -34,12 +34,12 @@ def talk() -> dict[str, Any]:
         except PeerError as error:
             told["refused elsewhere"] = str(error)
         tensors = [torch.full((count,), float(ranks.rank + 1)) for count in (3, 1, 5, 2, 2, 2, 2)]
-        flight = BucketedAllReduce(ranks, dtype=torch.float32)
+        all_reduce = BucketedAllReduce(ranks, dtype=torch.float32)
         for bucket in ([0, 1], [2], [3], [4], [5, 6]):  # more than are in flight at once
-            flight.launch([tensors[index] for index in bucket])
-        flight.land()
+            all_reduce.start([tensors[index] for index in bucket])
+        all_reduce.wait()
         told["sums"] = [tensor.tolist() for tensor in tensors]
-        told["bytes"] = ranks.payload_bytes
+        told["bytes"] = ranks.all_reduced_bytes
         ranks.barrier()
         return told
 
@@ -69,7 +69,7 @@ def test_alone_every_call_hands_back_what_it_was_given() -> None:
         ranks.all_reduce(tensor)()
         ranks.barrier()
         assert tensor.tolist() == [1, 1, 1]
-        assert ranks.payload_bytes == 0
+        assert ranks.all_reduced_bytes == 0
         with pytest.raises(ConfigError, match="this cannot be"):
             ranks.rank0_broadcast(refuse)
 
@@ -99,9 +99,9 @@ def test_a_hung_peer_is_an_error_on_every_rank_within_the_timeout() -> None:
 
 
 def test_buckets_hold_what_fits_in_order() -> None:
-    assert buckets([], 4) == []
-    assert buckets([1, 2, 2, 9, 1], 4) == [[0, 1], [2], [3], [4]]
-    assert IN_FLIGHT >= 1
+    assert make_buckets([], 4) == []
+    assert make_buckets([1, 2, 2, 9, 1], 4) == [[0, 1], [2], [3], [4]]
+    assert MAX_IN_FLIGHT >= 1
 
 
 def test_the_checksum_sees_one_bit_and_the_order_of_tensors() -> None:
@@ -117,8 +117,8 @@ def test_the_checksum_sees_one_bit_and_the_order_of_tensors() -> None:
 
 
 def test_ranks_of_one_are_no_special_case() -> None:
-    flight = BucketedAllReduce(Ranks(), dtype=torch.float32)
+    all_reduce = BucketedAllReduce(Ranks(), dtype=torch.float32)
     tensors = [torch.tensor([1.5]), torch.tensor([2.5])]
-    flight.launch(tensors)
-    flight.land()
+    all_reduce.start(tensors)
+    all_reduce.wait()
     assert [tensor.item() for tensor in tensors] == [1.5, 2.5]

@@ -1,9 +1,9 @@
 """How a context's work is laid out over its processes, and how what they train comes together in a checkpoint.
 
-            the model                          a step's rows      in a checkpoint
-    rows    whole on each process              shared out         as one process has it
-    layers  whole on each, run in stages       pass through all   of each parameter, what its stage has
-    shards  in equal parts                     shared out         parts put together
+              the model                          a step's rows       in a checkpoint
+    data      whole on each process              split over ranks    as one process has it
+    pipeline  whole on each, run in stages       pass through all    each parameter from a rank that runs it
+    fsdp      sharded                            split over ranks    shards gathered
 
 Rank 0 writes a checkpoint block by block, and asks for each block's tensors as it comes to it (`GatheredState.fetch`);
 the others go through the same blocks in the same order. So no process holds more than one block of what others have.
@@ -20,13 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
+from blocktrain.contrib.local_sgd import LocalSGD
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.state import BlockState, decode_state, encode_state
-from blocktrain.parallel.data_parallel import ByRows
-from blocktrain.parallel.fsdp import FSDPSteps, ShardedPartition, ShardingConfig
-from blocktrain.parallel.local_sgd import parallel
+from blocktrain.parallel.config import DistributedConfig, ShardingConfig
+from blocktrain.parallel.data_parallel import DataParallel
+from blocktrain.parallel.fsdp import ShardedDataParallel, ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.parallel.protocol import BatchParallel
+from blocktrain.parallel.ranks import Ranks
 from blocktrain.runtime import pick_device
 from blocktrain.train.checkpoint import CheckpointHeader, CheckpointSource, blocks_to_write, save_checkpoint
 from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, optimizer_of, pipeline_config
@@ -40,7 +43,7 @@ class Layout:
     rank must call it."""
 
     context: TrainingContext
-    parallel: ByRows | Pipeline
+    parallel: BatchParallel | Pipeline
     trained: Callable[[], CheckpointSource]
 
 
@@ -56,12 +59,17 @@ def lay_out(context: TrainingContext, folder: Path, forward_flops: Sequence[int]
         settings = ShardingConfig(compute_dtype=compute, reduce_dtype=config.reduce_dtype)
         sharded = ShardedPartition(ranks, context.partition, settings, device=device)
         optimizer = optimizer_of(context.config, sharded.partition, folder, ranks)
-        optimizer.load_state_dict(sharded.scattered(before))
+        optimizer.load_state_dict(sharded.shard_state(before))
         laid = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
         return Layout(
-            context=laid, parallel=FSDPSteps(ranks, config), trained=lambda: GatheredFromShards(laid, sharded)
+            context=laid, parallel=ShardedDataParallel(ranks, config), trained=lambda: GatheredFromShards(laid, sharded)
         )
-    return Layout(context=context, parallel=parallel(ranks, config), trained=lambda: context.optimizer)
+    return Layout(context=context, parallel=data_parallel(ranks, config), trained=lambda: context.optimizer)
+
+
+def data_parallel(ranks: Ranks, config: DistributedConfig) -> BatchParallel:
+    """Data parallel training with gradients summed in each step, or with local steps where `sync_every` is set."""
+    return DataParallel(ranks, config) if config.sync_every is None else LocalSGD(ranks, config)
 
 
 def write_checkpoint(layout: Layout, folder: Path, saved: CheckpointHeader, *, keep: int) -> None:
@@ -144,17 +152,17 @@ class GatheredState(ABC):
 
 
 class GatheredFromStages(GatheredState):
-    """Weights are everywhere once the pipeline has settled; state and low_bits come from who trains them."""
+    """Weights are everywhere once the pipeline has synchronized them; state and low_bits come from who trains them."""
 
     def __init__(self, context: TrainingContext, pipeline: Pipeline):
-        pipeline.settle()
+        pipeline.sync_weights()
         super().__init__(context)
         self.pipeline = pipeline
 
     def collect(self, index: int) -> BlockContents:
         """See `GatheredState`."""
         optimizer, ranks = self.context.optimizer, self.context.ranks
-        mine = {name for name in self.context.partition[index].parameters if self.pipeline.holds(index, name)}
+        mine = {name for name in self.context.partition[index].parameters if self.pipeline.provides_state(index, name)}
         state = {name: entries for name, entries in (optimizer.block_state(index) or {}).items() if name in mine}
         left = {name: value for name, value in optimizer.block_low_bits(index).items() if name in mine}
         return BlockContents(
@@ -173,8 +181,8 @@ class GatheredFromShards(GatheredState):
 
     def collect(self, index: int) -> BlockContents:
         """See `GatheredState`."""
-        state = self.sharded.gathered({"blocks": {index: self.context.optimizer.block_state(index) or {}}})
-        return BlockContents(self.sharded.full_weights(self.context.partition[index]), state["blocks"][index], {})
+        state = self.sharded.gather_state({"blocks": {index: self.context.optimizer.block_state(index) or {}}})
+        return BlockContents(self.sharded.gather_weights(self.context.partition[index]), state["blocks"][index], {})
 
 
 def _joined(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import NonFiniteError
-from blocktrain.parallel.data_parallel import ByRows
 from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
@@ -39,7 +39,7 @@ class StepResult:
 def train_step(
     context: TrainingContext,
     prefix: PrefixRunner,
-    parallel: ByRows | Pipeline,
+    parallel: BatchParallel | Pipeline,
     visit: Visit,
     *,
     step: int,
@@ -68,7 +68,7 @@ def train_step(
     result = StepResult(loss=loss, grad_norm=norm, lr=config.optimizer.lr * factor, flops_saved=int(sum(saved)))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad()
-        parallel.stepped(step)
+        parallel.after_step(step)
         if config.on_nonfinite == "skip":
             for buffer, before in buffers.items():  # BatchNorm has already seen the batch
                 buffer.copy_(before)
@@ -80,12 +80,12 @@ def train_step(
         )
     optimizer.step()
     optimizer.zero_grad()
-    parallel.stepped(step)
+    parallel.after_step(step)
     return result
 
 
 def _accumulate(
-    context: TrainingContext, prefix: PrefixRunner, parallel: ByRows, rows: StepRows, following: StepRows
+    context: TrainingContext, prefix: PrefixRunner, parallel: BatchParallel, rows: StepRows, following: StepRows
 ) -> float:
     """Forward and backward over this rank's part of the step's rows, `micro_rows` at a time; returns what it adds to
     the mean loss over the step's predictions. Each part counts for as many as it has, so that the parts of all ranks
@@ -103,7 +103,7 @@ def _accumulate(
         with prefix.running(part, batch):
             prefix.prefetch(coming)
             micro_loss = context.task.loss(context.model, batch) * (weight / total)
-            with parallel.last_backward() if part is parts[-1] else nullcontext():
+            with parallel.gradient_sync() if part is parts[-1] else nullcontext():
                 micro_loss.backward()
         loss += micro_loss.item()
     return loss

@@ -119,7 +119,7 @@ class Trainer:
             reset_peak_memory(context.device)
             if progress.visit_step == 0:
                 begin_layers(context, visit)
-            with context.optimizer.visit(parallel.share(visit.block)), parallel.visit(context.optimizer.in_visit):
+            with context.optimizer.visit(parallel.local_block(visit.block)), parallel.visit(context.optimizer.in_visit):
                 following = next(context.schedule.visits(context.partition, start=visit.index + 1), None)
                 if following is not None:
                     context.optimizer.expect(following.block)
@@ -157,7 +157,7 @@ class Trainer:
             self._ask_rules(visit, result, evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
-            if asked and self._layout.parallel.settled:
+            if asked and self._layout.parallel.in_sync:
                 self._save()
                 self._interrupted(asked)
             if progress.step % save_every == 0:
@@ -242,7 +242,7 @@ class Trainer:
     def _evaluate_and_log(self) -> None:
         """Score the model as it is now."""
         context, progress, settings = self.context, self.progress, self.context.config.evaluation
-        self._layout.parallel.settle()
+        self._layout.parallel.sync_weights()
         doing = f"while evaluating {settings.batch_rows} rows at a time (evaluation.batch_rows)"
         with evaluating(context.model), advise_when_out_of_memory(context, self._memory, doing):
             score = context.task.score(
