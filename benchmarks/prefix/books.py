@@ -21,12 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blocktrain.parallel.local_sgd import parallel
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
+from blocktrain.train.layout import data_parallel
 from blocktrain.train.prefix_runner import PrefixRunner
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.run_header import opening_records
@@ -58,7 +58,7 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
         (folder / name).mkdir()
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}
     visits = {name: list(context.schedule.visits(context.partition)) for name, context in jobs.items()}
-    together = {name: parallel(context.ranks, context.config.distributed) for name, context in jobs.items()}
+    together = {name: data_parallel(context.ranks, context.config.distributed) for name, context in jobs.items()}
     with ExitStack() as whole:
         whole.enter_context(jobs["full"].optimizer.visit(jobs["full"].partition[0]))
         whole.enter_context(together["full"].visit(jobs["full"].optimizer.in_visit))
