@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.cache.cost_model import CacheFacts, VisitReuse, choose
-from blocktrain.cache.encoding import Encoding, Fields
+from blocktrain.cache.encoding import Encoding, EncodingKind, Fields
 from blocktrain.cache.prefix_cache import PrefixCache
 from blocktrain.cache.store import STORES, RowLayout, StoreKind, as_bytes, slot_bytes
 from blocktrain.chain.boundary import BoundaryRunner
@@ -58,16 +58,16 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compute", "int8"])
-def test_a_prefix_cache_reads_what_it_wrote(tmp_path: Path, kind: str) -> None:
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)).eval()
+def test_a_prefix_cache_reads_what_it_wrote(tmp_path: Path, kind: EncodingKind) -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
     inputs = torch.randint(0, 64, (6, 8))
     device = torch.device("cpu")
     runner = BoundaryRunner(bt.partition(model, num_blocks=2).chain)
     cache = PrefixCache(
         runner,
         num_slots=6,
-        encoding=Encoding(kind),  # pyright: ignore[reportArgumentType]
+        encoding=Encoding(kind),
         make_store=lambda name, slots, layout: STORES["compressed"].make(tmp_path / name, slots, layout, device),
     )
     cache.open(2, key={"rows": "these"}, sample={"input_ids": inputs[:1]})

@@ -216,5 +216,5 @@ def test_what_cannot_begin_so_is_refused(tiny, tmp_path: Path) -> None:
     ModelConfig(path="m", weights="random", zero_residuals=True)
     with pytest.raises(ConfigError, match="begin as the identity: set zero_residuals = true"):
         ModelConfig(architecture="gpt2", grown_layers="copied")
-    with pytest.raises(ConfigError, match=r"'shards' does not go with model\.grown_layers = 'copied'; change it"):
+    with pytest.raises(ConfigError, match=r"'fsdp' does not go with model\.grown_layers = 'copied'; change it"):
         tiny(ZERO, "model.grown_layers=copied", "distributed.layout=fsdp")

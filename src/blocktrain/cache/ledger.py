@@ -18,7 +18,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from blocktrain.modules.placeholder import tensors_behind
 CODE_VERSION = 1  # to be raised when the code would store other bytes under the same key
 _SLOT = np.dtype([("boundary", np.int32), ("crc", np.uint32)])
 
-Key = Mapping[str, Any]
+Key = Mapping[str, object]  # plain JSON values: what the rows in the slots are
 
 
 class Fingerprints:
