@@ -198,8 +198,8 @@ LAYOUTS = {
     "gpt2, fsdp": ("gpt2", [*UNCACHED, *FSDP]),
     "gpt2, fsdp, cached": ("gpt2", [*CACHED, *FSDP, "prefix.store=host"]),
     "llama, fsdp, cached": ("llama", [*CACHED, *FSDP, "prefix.store=file", "schedule.order=descending"]),
-    "llama, shards": ("llama", [*UNCACHED, *FSDP, "batch.micro_rows=1"]),
-    "llama, shards, halves": ("llama", [*UNCACHED, *FSDP, *HALVES]),
+    "llama, fsdp": ("llama", [*UNCACHED, *FSDP, "batch.micro_rows=1"]),
+    "llama, fsdp, halves": ("llama", [*UNCACHED, *FSDP, *HALVES]),
 }
 OF_FOUR = ["gpt2, pipeline", "gpt2, fsdp"]  # six layers are too few for more
 
@@ -240,7 +240,7 @@ def test_other_layouts_have_the_same_losses(runs: dict[int, Path], name: str, si
     assert len(curve(one)) >= 12
     assert close(curve(one), curve(other), tolerance)
     assert close(evaluations(one), evaluations(other), tolerance)
-    without_remainders = {file for file in learned(one) if "shards" not in name or "remainder" not in file}
+    without_remainders = {file for file in learned(one) if "fsdp" not in name or "remainder" not in file}
     assert learned(other).keys() == without_remainders  # parts are fp32
 
 
