@@ -1,4 +1,4 @@
-"""Processes that must run layers together: what one of them lacks, all compute; what breaks for one, breaks for all."""
+"""Ranks that must run layers together: if one has to compute, all do, and if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 HALF, REST = np.arange(4), np.arange(4, SLOTS)
 
 
-class Filling(MemoryStore):
-    """A store whose room ends when told."""
+class FillableStore(MemoryStore):
+    """A store that refuses to write once `full` is set."""
 
     full = False
 
@@ -35,7 +35,7 @@ class Filling(MemoryStore):
 
 
 class Pair:
-    """This process and another, of which only what it says is there: by default the same."""
+    """This rank, and another one that exists only as the boundary it reports: by default the same as this rank's."""
 
     def __init__(self):
         config = GPT2Config(
@@ -46,7 +46,7 @@ class Pair:
         self.inputs = torch.randint(0, 64, (SLOTS, 8))
         self.runner = BoundaryRunner(bt.partition(self.model, num_blocks=3).chain)
         self.other: Callable[[int], int] = lambda mine: mine
-        self.store: Filling | None = None
+        self.store: FillableStore | None = None
         self.cache = CollectivePrefixCache(
             self.runner,
             all_gather=lambda mine: [mine, self.other(mine)],
@@ -55,8 +55,8 @@ class Pair:
             make_store=self.make_store,
         )
 
-    def make_store(self, _name: str, slots: int, layout: RowLayout) -> Filling:
-        self.store = Filling(slots, layout, device=CPU)
+    def make_store(self, _name: str, slots: int, layout: RowLayout) -> FillableStore:
+        self.store = FillableStore(slots, layout, device=CPU)
         return self.store
 
     def open(self, boundary: int) -> None:
@@ -69,7 +69,7 @@ class Pair:
         return self.runner.states({"input_ids": self.inputs[slots]}, [boundary])[boundary]
 
 
-def test_what_all_have_is_read_and_nothing_runs() -> None:
+def test_rows_that_every_rank_has_are_read_and_nothing_runs() -> None:
     pair = Pair()
     pair.open(2)
     for _ in range(2):
@@ -80,20 +80,20 @@ def test_what_all_have_is_read_and_nothing_runs() -> None:
     assert (seen.requested, seen.hits, seen.computed, seen.layers_run) == (16, 8, 8, {(0, 2): 8})
 
 
-def test_what_another_lacks_is_computed_here_too_from_the_inputs() -> None:
+def test_rows_that_another_rank_lacks_are_computed_here_too_from_the_inputs() -> None:
     pair = Pair()
     pair.open(2)
     pair.fetch(HALF)
     pair.other = lambda mine: 0
     assert torch.equal(pair.fetch(HALF), pair.expected(HALF, 2))
-    mixed = np.array([1, 6])  # one of each here, and all of them there
+    mixed = np.array([1, 6])  # here one stored and one missing row; on the other rank both are stored
     pair.other = lambda mine: 2
     assert torch.equal(pair.fetch(mixed), pair.expected(mixed, 2))
     assert pair.cache.statistics.layers_run == {(0, 2): 4 + 4 + 2}
     assert pair.cache.statistics.hits == 0
 
 
-def test_all_go_on_from_the_level_that_all_have() -> None:
+def test_all_ranks_compute_from_the_boundary_that_every_rank_has() -> None:
     pair = Pair()
     pair.open(2)
     pair.cache.fill(HALF, {"input_ids": pair.inputs[HALF]})
@@ -103,11 +103,11 @@ def test_all_go_on_from_the_level_that_all_have() -> None:
     pair.other = lambda mine: 0  # its rows were damaged
     assert torch.equal(pair.fetch(REST), pair.expected(REST, 4))
     assert pair.cache.statistics.layers_run == {(2, 4): 4, (0, 4): 4}
-    assert list(pair.cache.missing(HALF)) == list(HALF), "whether another lacks them is asked row by row"
+    assert list(pair.cache.missing(HALF)) == list(HALF), "another rank may lack them"
 
 
-def test_room_that_ends_here_ends_the_cache_everywhere_one_pass_later() -> None:
-    """The pass was one of all processes, so its result is used; then all are told."""
+def test_a_full_store_on_this_rank_ends_the_cache_on_all_ranks_one_pass_later() -> None:
+    """The pass was collective, so its result is used; the error is raised at the next agreement."""
     pair = Pair()
     pair.open(2)
     pair.fetch(HALF)
@@ -118,7 +118,7 @@ def test_room_that_ends_here_ends_the_cache_everywhere_one_pass_later() -> None:
         pair.fetch(HALF)
 
 
-def test_room_that_ends_elsewhere_ends_the_cache_here() -> None:
+def test_a_full_store_on_another_rank_ends_the_cache_here() -> None:
     pair = Pair()
     pair.open(2)
     pair.other = lambda mine: FAILED

@@ -1,4 +1,4 @@
-"""Nothing stale, damaged, half-written or of other rows is ever taken for what it is not."""
+"""Rows that are stale, damaged, half-written or of another subset are never read as valid."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StoreOnDisk:
 
 
 @pytest.mark.parametrize("boundary", [1, 2, 3])
-def test_a_fingerprint_covers_every_weight_and_buffer_below_its_level_and_nothing_above(boundary: int):
+def test_a_fingerprint_covers_every_weight_and_buffer_below_its_boundary_and_nothing_above(boundary: int):
     sequential = model()
     chain = find_chain(sequential)
     tensors = {**dict(sequential.named_parameters()), **dict(sequential.named_buffers())}
@@ -70,7 +70,7 @@ def test_a_fingerprint_covers_every_weight_and_buffer_below_its_level_and_nothin
     assert Fingerprints(chain).at([boundary]) == before
 
 
-def test_fingerprints_of_several_levels_are_those_of_each():
+def test_fingerprints_of_several_boundaries_are_those_of_each():
     chain = find_chain(model())
     together = Fingerprints(chain).at({3, 1, 2})
     assert together == {boundary: Fingerprints(chain).at([boundary])[boundary] for boundary in (1, 2, 3)}
@@ -79,8 +79,8 @@ def test_fingerprints_of_several_levels_are_those_of_each():
     assert Fingerprints(chain).at([1, 99]) == {1: together[1]}
 
 
-def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment():
-    """Each layer is read once, so a change in between is not seen below and seen above."""
+def test_a_layer_is_read_once_whatever_is_asked_for_later():
+    """A change between two calls is seen in the layers that the first call has not read, and only in those."""
     sequential = model()
     chain = find_chain(sequential)
     now, before = Fingerprints(chain), Fingerprints(chain).at([1, 2, 3])
@@ -90,8 +90,8 @@ def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment
     assert Fingerprints(chain).at([1])[1] != before[1]
 
 
-def test_fingerprints_of_weights_in_parts_are_of_all_processes():
-    """What changed elsewhere alone is seen here too, at every boundary above it."""
+def test_fingerprints_of_sharded_weights_cover_the_shards_of_all_ranks():
+    """A change in another rank's shard is seen here too, at every boundary above it."""
     chain = find_chain(model())
     parts = {"elsewhere": "before"}
     asked: list[str] = []
@@ -131,8 +131,8 @@ def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
 
 
 @pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
-def test_resting_weights_are_told_apart(precision: bt.Precision):
-    """All of them are NaN to whoever does not ask what they stand for."""
+def test_quantized_weights_have_different_fingerprints(precision: bt.Precision):
+    """Their placeholders hold only NaN, so the quantized tensors must be hashed."""
     found = set()
     for number in (0.0, 1.0):
         sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -160,7 +160,7 @@ def test_weights_on_the_host_are_those_on_the_device():
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_slots_whose_layers_changed_are_refused(tmp_path: Path, on_disk: bool):
+def test_slots_whose_layers_changed_are_dropped(tmp_path: Path, on_disk: bool):
     sequential = model()
     chain = find_chain(sequential)
     ledger = Ledger(6, key=KEY, folder=tmp_path if on_disk else None)
@@ -182,8 +182,8 @@ def test_slots_whose_layers_changed_are_refused(tmp_path: Path, on_disk: bool):
     assert ledger.boundaries.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_a_level_without_a_fingerprint_is_refused():
-    """Neither then nor now: two missing fingerprints were once taken for equal ones."""
+def test_rows_of_a_boundary_without_a_fingerprint_are_dropped():
+    """There was none when the rows were stored and there is none now: these once passed for equal fingerprints."""
     ledger = Ledger(3, key=KEY)
     ledger.mark(np.array([0, 2]), 99, rows(2))
     assert ledger.drop_stale({1: "a"}) == 2
@@ -193,7 +193,7 @@ def test_a_level_without_a_fingerprint_is_refused():
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_is_taken_up_again_with_the_same_key(tmp_path: Path):
+def test_a_ledger_with_an_equal_key_is_continued(tmp_path: Path):
     stored = StoreOnDisk(tmp_path)
     stored.ledger.drop_stale({1: "a", 2: "b"})
     stored.put([5, 1, 2], 2)
@@ -208,13 +208,13 @@ def test_a_ledger_is_taken_up_again_with_the_same_key(tmp_path: Path):
 @pytest.mark.parametrize(
     "other", [{"rows": "abd"}, {"encoding": "int8"}, {"torch": "9.9"}], ids=["rows", "encoding", "version"]
 )
-def test_another_key_begins_anew(tmp_path: Path, other: dict[str, Any]):
+def test_another_key_starts_an_empty_ledger(tmp_path: Path, other: dict[str, Any]):
     StoreOnDisk(tmp_path).put([0, 1], 1)
     assert not StoreOnDisk(tmp_path, **other).ledger.boundaries.any()
-    assert not StoreOnDisk(tmp_path).ledger.boundaries.any()  # and what was there before is gone for good
+    assert not StoreOnDisk(tmp_path).ledger.boundaries.any()  # the old entries are deleted, too
 
 
-def test_another_number_of_slots_begins_anew(tmp_path: Path):
+def test_another_number_of_slots_starts_an_empty_ledger(tmp_path: Path):
     StoreOnDisk(tmp_path).put([0, 1], 1)
     assert not StoreOnDisk(tmp_path, slots=9).ledger.boundaries.any()
 
@@ -235,8 +235,8 @@ def test_one_flipped_bit_is_found(tmp_path: Path, name: str, bit: int):
     assert again.ledger.drop_damaged(again.store) == 0
 
 
-def test_a_flipped_bit_in_the_level_is_found(tmp_path: Path):
-    """Rows of boundary 1 must not pass for rows of boundary 3, which are right for other slots: the checksum starts
+def test_a_flipped_bit_in_the_boundary_is_found(tmp_path: Path):
+    """Rows of boundary 1 must not be read as rows of boundary 3, even if their bytes are intact: the checksum starts
     with the boundary."""
     stored = StoreOnDisk(tmp_path)
     stored.put([0, 1], 1)
@@ -250,7 +250,7 @@ def test_a_flipped_bit_in_the_level_is_found(tmp_path: Path):
     assert again.ledger.boundaries[:3].tolist() == [0, 1, 3]
 
 
-def test_a_row_written_but_not_marked_does_not_count_and_one_half_overwritten_neither(tmp_path: Path):
+def test_a_row_that_was_not_marked_or_is_half_overwritten_is_not_valid(tmp_path: Path):
     stored = StoreOnDisk(tmp_path)
     stored.put([0, 1, 2], 1)
     stored.store.write(np.array([3]), rows(1))  # killed before the mark
@@ -276,13 +276,13 @@ def test_a_mark_that_reached_the_disk_before_its_row_is_found(tmp_path: Path):
     ["", "{", "[]", '{"key": null}', '{"key": {}, "made_from": 3}', '{"made_from": {}}'],
     ids=["empty", "torn", "a list", "no key", "another key", "key missing"],
 )
-def test_a_damaged_ledger_file_begins_anew(tmp_path: Path, text: str):
+def test_a_damaged_ledger_file_starts_an_empty_ledger(tmp_path: Path, text: str):
     StoreOnDisk(tmp_path).put([0], 1)
     (tmp_path / "ledger.json").write_text(text)
     assert not StoreOnDisk(tmp_path).ledger.boundaries.any()
 
 
-def test_fingerprints_that_are_no_mapping_begin_anew(tmp_path: Path):
+def test_fingerprints_that_are_not_a_mapping_start_an_empty_ledger(tmp_path: Path):
     StoreOnDisk(tmp_path).put([0], 1)
     saved = json.loads((tmp_path / "ledger.json").read_text())
     for wrong in (3, [1], {"one": "a"}):
@@ -323,7 +323,7 @@ def test_no_room_for_the_ledger(tmp_path: Path):
         Ledger(4, key=KEY, folder=tmp_path / "file")
 
 
-def test_checksums_tell_rows_fields_and_levels_apart():
+def test_checksums_differ_by_row_field_and_boundary():
     some = rows(2)
     swapped = {"data": some["data"].flip(0), "scale": some["scale"]}
     found = checksums(some, np.array([1, 1]))

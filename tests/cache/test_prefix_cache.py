@@ -1,4 +1,4 @@
-"""Every row comes out as the model would compute it, from as few layers as possible, however it is asked for."""
+"""Every row is what the model would compute, and as few layers as possible run, whatever the order of requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Bench:
         return self.cache.fetch(np.array(slots), self.batch(np.array(slots)))
 
     def fetch_all(self) -> None:
-        """Every slot once, four at a time, in some order; checked."""
+        """Fetch every slot once, four at a time, in random order, and compare with the model."""
         for step in np.random.default_rng(0).permutation(SLOTS).reshape(-1, 4):
             assert torch.equal(self.fetch(*step), self.expected(*step))
 
@@ -150,7 +150,7 @@ def test_hits_and_misses_in_one_batch_in_any_order(make_store: MakeStore):
         bench.cache.close()
 
 
-def test_a_slot_asked_for_twice_in_one_batch(make_store: MakeStore):
+def test_a_slot_requested_twice_in_one_batch(make_store: MakeStore):
     bench = Bench(make_store)
     bench.open(3)
     for asked in ([4, 4, 1], [1, 8, 1, 4]):
@@ -158,7 +158,7 @@ def test_a_slot_asked_for_twice_in_one_batch(make_store: MakeStore):
     bench.cache.close()
 
 
-def test_filled_ahead_every_fetch_is_a_hit(make_store: MakeStore):
+def test_every_fetch_is_a_hit_after_filling_ahead(make_store: MakeStore):
     bench = Bench(make_store)
     bench.open(3)
     assert bench.cache.missing(np.arange(SLOTS)).tolist() == list(range(SLOTS))
@@ -171,7 +171,7 @@ def test_filled_ahead_every_fetch_is_a_hit(make_store: MakeStore):
     bench.cache.close()
 
 
-def test_what_is_read_ahead_is_what_is_asked_for(make_store: MakeStore):
+def test_a_fetch_returns_its_rows_whatever_was_prefetched(make_store: MakeStore):
     bench = Bench(make_store)
     bench.open(3)
     bench.cache.prefetch(np.array([1, 2]))  # nothing there yet: nothing is read
@@ -183,7 +183,7 @@ def test_what_is_read_ahead_is_what_is_asked_for(make_store: MakeStore):
     bench.cache.close()
 
 
-def test_what_was_read_ahead_at_the_end_of_a_visit_is_not_taken_for_the_next_one_s(make_store: MakeStore):
+def test_a_prefetch_at_the_end_of_a_visit_is_not_used_in_the_next_visit(make_store: MakeStore):
     bench = Bench(make_store, boundaries=(2, 4))
     bench.open(4)
     bench.fetch_all()
@@ -194,7 +194,7 @@ def test_what_was_read_ahead_at_the_end_of_a_visit_is_not_taken_for_the_next_one
     bench.cache.close()
 
 
-def test_a_batch_may_hold_what_is_no_tensor():
+def test_a_batch_may_contain_values_that_are_not_tensors():
     bench = Bench()
     bench.open(3)
     bench.fetch(1)
@@ -203,7 +203,7 @@ def test_a_batch_may_hold_what_is_no_tensor():
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_a_lossy_store_gives_the_same_rows_the_first_time_as_later(make_store: MakeStore, kind: EncodingKind):
+def test_a_lossy_store_returns_equal_rows_the_first_time_and_later(make_store: MakeStore, kind: EncodingKind):
     bench = Bench(make_store, kind=kind)
     bench.open(3)
     first, second = bench.fetch(3, 1, 8), bench.fetch(3, 1, 8)
@@ -279,8 +279,8 @@ def test_a_descending_sweep_costs_one_forward_pass_over_the_subset(make_store: M
     bench.cache.close()
 
 
-def test_a_row_left_behind_is_brought_up_from_where_it_is(make_store: MakeStore):
-    """A visit that does not reach all rows: the next ones find them at three boundaries."""
+def test_a_row_that_visits_did_not_reach_is_computed_from_its_last_boundary(make_store: MakeStore):
+    """Visits that do not reach all rows leave them at three boundaries."""
     bench = Bench(make_store)
     bench.open(1)
     bench.fetch(0, 1, 2, 3, 4, 5)
@@ -308,7 +308,7 @@ def test_descending_a_row_missing_at_the_lower_boundary_is_computed_from_below(m
 
 
 @pytest.mark.parametrize("boundaries", [None, (1, 3)], ids=["moved up", "kept"])
-def test_rows_whose_layers_have_changed_are_computed_anew(make_store: MakeStore, boundaries: tuple[int, ...] | None):
+def test_rows_whose_layers_have_changed_are_computed_again(make_store: MakeStore, boundaries: tuple[int, ...] | None):
     bench = Bench(make_store, boundaries=boundaries)
     bench.open(3)
     bench.fetch_all()
@@ -324,7 +324,7 @@ def test_rows_whose_layers_have_changed_are_computed_anew(make_store: MakeStore,
     bench.cache.close()
 
 
-def test_a_batchnorm_that_has_moved_is_a_change():
+def test_a_change_of_batchnorm_statistics_makes_rows_stale():
     bench = Images()
     bench.open(2)
     bench.fetch_all()
@@ -334,7 +334,7 @@ def test_a_batchnorm_that_has_moved_is_a_change():
     bench.fetch_all()
 
 
-def test_going_down_without_kept_levels_starts_from_what_is_below(make_store: MakeStore):
+def test_going_down_with_one_store_computes_from_below(make_store: MakeStore):
     """The order of a shuffled sweep."""
     bench = Bench(make_store)
     bench.open(4)
@@ -382,7 +382,7 @@ def test_resnet(make_store: MakeStore, boundaries: tuple[int, ...] | None):
 
 
 def test_rows_that_moved_to_another_shape_leave_no_store_behind(tmp_path: Path):
-    """The store of boundary 2 was once kept through the whole sweep, beside those of boundary 3 and 4."""
+    """The store of boundary 2 once stayed for the whole sweep, in addition to those of boundaries 3 and 4."""
     bench = Images(in_files(tmp_path))
     stored: dict[int, list[str]] = {}
     for boundary in (2, 3, 4):
@@ -392,7 +392,7 @@ def test_rows_that_moved_to_another_shape_leave_no_store_behind(tmp_path: Path):
     assert stored == {2: ["rows-16x16x16"], 3: ["rows-16x16x16", "rows-32x8x8"], 4: ["rows-32x8x8", "rows-64"]}
     bench.open(4)
     assert bench.cache.statistics.bytes_stored == SLOTS * 64 * 4
-    bench.open(3)  # down again: what lies above is of no use
+    bench.open(3)  # down again: rows of higher boundaries are of no use
     assert [path.parent.name for path in tmp_path.glob("*/data.rows")] == ["rows-32x8x8"]
     bench.cache.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -423,8 +423,8 @@ def test_files_are_found_again_by_another_process_and_what_is_damaged_is_not_use
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("change", ["rows", "encoding", "weights", "kept boundaries"])
-def test_files_of_something_else_are_not_used(tmp_path: Path, change: str):
+@pytest.mark.parametrize("change", ["rows", "encoding", "weights", "stored boundaries"])
+def test_files_with_another_key_are_not_used(tmp_path: Path, change: str):
     bench = Bench(in_files(tmp_path))
     bench.open(3)
     bench.fetch_all()
@@ -433,7 +433,7 @@ def test_files_of_something_else_are_not_used(tmp_path: Path, change: str):
         bench.kind = "bf16"
     if change == "weights":
         bench.train(1)
-    if change == "kept boundaries":
+    if change == "stored boundaries":
         bench.boundaries = (1, 3)
     bench.cache = bench.new_cache()
     bench.open(3, key={"rows": "second"} if change == "rows" else KEY)
@@ -457,9 +457,9 @@ def test_a_ledger_that_finds_no_room_leaves_no_store_behind(tmp_path: Path, monk
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_cut_is_refused_before_any_room_is_claimed(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_run_from_a_boundary_is_refused_before_a_store_is_made(monkeypatch: pytest.MonkeyPatch):
     def no_store(*_args: Any) -> MemoryStore:
-        raise AssertionError("room was claimed")
+        raise AssertionError("a store was made")
 
     bench = Bench(no_store)
     plain = bench.parts.model.forward
@@ -469,7 +469,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_any_room_is_claimed(monkey
 
 
 def _with_embeddings(bench: Bench, plain: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """The output plus what the first layer put out: a skip connection across every boundary."""
+    """The output plus the output of the first layer: a skip connection across every boundary."""
     kept: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> None:

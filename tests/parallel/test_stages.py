@@ -1,4 +1,4 @@
-"""Plans of a pipeline, without a process: who runs which layers."""
+"""The stages of a pipeline as plain numbers, without processes: who runs which layers."""
 
 from __future__ import annotations
 
