@@ -1,7 +1,7 @@
 """What do kills cost? A job of several processes runs under torchrun; one of them is killed with
 SIGKILL at random moments.
 
-    python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--layout rows] [--out FILE]
+    python benchmarks/distributed/faults.py [--kills 6] [--processes 2] [--layout data] [--out FILE]
 
 torchrun starts the context again each time, by itself. At each kill the last logged step and the newest checkpoint are
 noted; the next session says where it went on. At the end the files are compared with those of a context left alone.
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layout", default="rows", choices=("rows", "layers", "shards"))
+    parser.add_argument("--layout", default="data", choices=("data", "pipeline", "fsdp"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("faults.json"))
     options = parser.parse_args()

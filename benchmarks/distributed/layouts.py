@@ -24,10 +24,11 @@ from torch import Tensor
 import blocktrain as bt
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.cost import layer_costs
-from blocktrain.parallel.fsdp import ShardedPartition, ShardingConfig
+from blocktrain.parallel.config import PipelineConfig, ShardingConfig
+from blocktrain.parallel.fsdp import ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.ranks import Ranks, open_ranks
-from blocktrain.parallel.stages import PipelineConfig, visit_costs
+from blocktrain.parallel.stages import visit_costs
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
 
@@ -79,15 +80,15 @@ def pipelined(ranks: Ranks, stages: int, settings: dict[str, Any]) -> list[dict[
     for block in partition:
         level = pipeline.stages[block.index][0].start
         hidden = [cut.states(batch, [level])[level] for batch in micro_batches()] if level else None
-        with optimizer.visit(pipeline.share(block)), pipeline.visit(optimizer.active_block):
+        with optimizer.visit(pipeline.local_block(block)), pipeline.visit(optimizer.active_block):
             sent.clear()
             pipeline.backward(micro_batches(), weights=[1 / MICRO] * MICRO, hidden=hidden)
             in_step = dict(sent)
             optimizer.step()
             optimizer.zero_grad()
         prices = visit_costs(block, costs)
-        mine = sum(prices[layer] for run in pipeline.mine(block).values() for layer in run)
-        trained = pipeline.share(block).num_parameters
+        mine = sum(prices[layer] for run in pipeline.local_stages(block).values() for layer in run)
+        trained = pipeline.local_block(block).num_parameters
         found.append({"sent": in_step, "work": mine, "trained": trained, "block": block.num_parameters})
     return found
 

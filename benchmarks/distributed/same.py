@@ -42,13 +42,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "rows": {},
-    "contiguous blocks, 1f1b": {"distributed": {"layout": "layers"}},
-    "contiguous blocks, gpipe": {"distributed": {"layout": "layers", "pipeline": "gpipe"}},
-    "contiguous blocks, interleaved": {"distributed": {"layout": "layers", "pipeline": "interleaved"}},
-    "two pieces of each block, 1f1b": {"distributed": {"layout": "layers"}, "stages": 2},
-    "four pieces of each block, 1f1b": {"distributed": {"layout": "layers"}, "stages": 4},
-    "shards": {"distributed": {"layout": "shards"}},
+    "data": {},
+    "contiguous blocks, 1f1b": {"distributed": {"layout": "pipeline"}},
+    "contiguous blocks, gpipe": {"distributed": {"layout": "pipeline", "pipeline": "gpipe"}},
+    "contiguous blocks, interleaved": {"distributed": {"layout": "pipeline", "pipeline": "interleaved"}},
+    "two pieces of each block, 1f1b": {"distributed": {"layout": "pipeline"}, "stages": 2},
+    "four pieces of each block, 1f1b": {"distributed": {"layout": "pipeline"}, "stages": 4},
+    "fsdp": {"distributed": {"layout": "fsdp"}},
 }
 PREFIX: dict[str, dict[str, Any]] = {
     "uncached": {"store": "off"},

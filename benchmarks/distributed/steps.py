@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.parallel.data_parallel import DistributedConfig
-from blocktrain.parallel.local_sgd import parallel
+from blocktrain.parallel.config import DistributedConfig
 from blocktrain.parallel.ranks import Ranks
+from blocktrain.train.blocks_setup import data_parallel
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 6, 384, 6, 4096, 256
 MODEL = f"GPT-2, {LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}, 1 x {TOKENS} tokens a process, fp32, AdamW"
@@ -57,29 +57,29 @@ def take_steps(ranks: Ranks, method: Method, built: tuple[bt.Partition, bt.Block
     """A visit to every block; for each, seconds, payload and sent bytes of a step (the mean of `apart` steps)."""
     partition, optimizer = built
     tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
-    together = parallel(ranks, DistributedConfig(sync_every=method.apart))
+    together = data_parallel(ranks, DistributedConfig(sync_every=method.apart))
     count = method.apart or 1
     found = []
 
     def step(number: int, rows: Tensor) -> None:
-        with together.last_backward():
+        with together.gradient_sync():
             (partition.model(input_ids=rows, labels=rows).loss / ranks.size).backward()
         optimizer.step()
         optimizer.zero_grad()
-        together.stepped(number)
+        together.after_step(number)
 
     for block in partition:
         with optimizer.visit(block), together.visit(optimizer.active_block):
             step(count - 1, tokens)  # allocates the moments
             ranks.barrier()
-            payload, sent, start = ranks.payload_bytes, sent_bytes(), time.perf_counter()
+            payload, sent, start = ranks.all_reduced_bytes, sent_bytes(), time.perf_counter()
             for number in range(count):
                 step(number, tokens)
             ranks.barrier()
             found.append(
                 {
                     "seconds": (time.perf_counter() - start) / count,
-                    "payload_bytes": (ranks.payload_bytes - payload) / count,
+                    "payload_bytes": (ranks.all_reduced_bytes - payload) / count,
                     "sent_bytes": (sent_bytes() - sent) / count,
                 }
             )

@@ -1,4 +1,4 @@
-"""Processes that must run layers together: what one of them lacks, all compute; what breaks for one, breaks for all."""
+"""Ranks that must run layers together: if one has to compute, all do, and if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.cache.collective import BROKEN, CollectivePrefixCache
+from blocktrain.cache.collective import FAILED, CollectivePrefixCache
 from blocktrain.cache.encoding import Encoding, Fields
 from blocktrain.cache.store import MemoryStore, RowLayout
 from blocktrain.chain.boundary import BoundaryRunner
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 HALF, REST = np.arange(4), np.arange(4, SLOTS)
 
 
-class Filling(MemoryStore):
-    """A store whose room ends when told."""
+class FillableStore(MemoryStore):
+    """A store that refuses to write once `full` is set."""
 
     full = False
 
@@ -35,7 +35,7 @@ class Filling(MemoryStore):
 
 
 class Pair:
-    """This process and another, of which only what it says is there: by default the same."""
+    """This rank, and another one that exists only as the boundary it reports: by default the same as this rank's."""
 
     def __init__(self):
         config = GPT2Config(
@@ -44,32 +44,32 @@ class Pair:
         torch.manual_seed(0)
         self.model = GPT2LMHeadModel(config).eval()
         self.inputs = torch.randint(0, 64, (SLOTS, 8))
-        self.cut = BoundaryRunner(bt.partition(self.model, num_blocks=3).chain)
+        self.runner = BoundaryRunner(bt.partition(self.model, num_blocks=3).chain)
         self.other: Callable[[int], int] = lambda mine: mine
-        self.store: Filling | None = None
+        self.store: FillableStore | None = None
         self.cache = CollectivePrefixCache(
-            self.cut,
-            gather=lambda mine: [mine, self.other(mine)],
+            self.runner,
+            all_gather=lambda mine: [mine, self.other(mine)],
             num_slots=SLOTS,
             encoding=Encoding("compute"),
             make_store=self.make_store,
         )
 
-    def make_store(self, _name: str, slots: int, layout: RowLayout) -> Filling:
-        self.store = Filling(slots, layout, device=CPU)
+    def make_store(self, _name: str, slots: int, layout: RowLayout) -> FillableStore:
+        self.store = FillableStore(slots, layout, device=CPU)
         return self.store
 
-    def open(self, level: int) -> None:
-        self.cache.open(level, key=KEY, sample={"input_ids": self.inputs[:1]})
+    def open(self, boundary: int) -> None:
+        self.cache.open(boundary, key=KEY, sample={"input_ids": self.inputs[:1]})
 
     def fetch(self, slots: np.ndarray) -> Tensor:
         return self.cache.fetch(slots, {"input_ids": self.inputs[slots]})
 
-    def expected(self, slots: np.ndarray, level: int) -> Tensor:
-        return self.cut.states({"input_ids": self.inputs[slots]}, [level])[level]
+    def expected(self, slots: np.ndarray, boundary: int) -> Tensor:
+        return self.runner.states({"input_ids": self.inputs[slots]}, [boundary])[boundary]
 
 
-def test_what_all_have_is_read_and_nothing_runs() -> None:
+def test_rows_that_every_rank_has_are_read_and_nothing_runs() -> None:
     pair = Pair()
     pair.open(2)
     for _ in range(2):
@@ -77,23 +77,23 @@ def test_what_all_have_is_read_and_nothing_runs() -> None:
             pair.cache.prefetch(slots)
             assert torch.equal(pair.fetch(slots), pair.expected(slots, 2))
     seen = pair.cache.statistics
-    assert (seen.asked, seen.hits, seen.computed, seen.layers_run) == (16, 8, 8, {(0, 2): 8})
+    assert (seen.requested, seen.hits, seen.computed, seen.layers_run) == (16, 8, 8, {(0, 2): 8})
 
 
-def test_what_another_lacks_is_computed_here_too_from_the_inputs() -> None:
+def test_rows_that_another_rank_lacks_are_computed_here_too_from_the_inputs() -> None:
     pair = Pair()
     pair.open(2)
     pair.fetch(HALF)
     pair.other = lambda mine: 0
     assert torch.equal(pair.fetch(HALF), pair.expected(HALF, 2))
-    mixed = np.array([1, 6])  # one of each here, and all of them there
+    mixed = np.array([1, 6])  # here one stored and one missing row; on the other rank both are stored
     pair.other = lambda mine: 2
     assert torch.equal(pair.fetch(mixed), pair.expected(mixed, 2))
     assert pair.cache.statistics.layers_run == {(0, 2): 4 + 4 + 2}
     assert pair.cache.statistics.hits == 0
 
 
-def test_all_go_on_from_the_level_that_all_have() -> None:
+def test_all_ranks_compute_from_the_boundary_that_every_rank_has() -> None:
     pair = Pair()
     pair.open(2)
     pair.cache.fill(HALF, {"input_ids": pair.inputs[HALF]})
@@ -103,11 +103,11 @@ def test_all_go_on_from_the_level_that_all_have() -> None:
     pair.other = lambda mine: 0  # its rows were damaged
     assert torch.equal(pair.fetch(REST), pair.expected(REST, 4))
     assert pair.cache.statistics.layers_run == {(2, 4): 4, (0, 4): 4}
-    assert list(pair.cache.missing(HALF)) == list(HALF), "whether another lacks them is asked row by row"
+    assert list(pair.cache.missing(HALF)) == list(HALF), "another rank may lack them"
 
 
-def test_room_that_ends_here_ends_the_cache_everywhere_one_pass_later() -> None:
-    """The pass was one of all processes, so its result is used; then all are told."""
+def test_a_full_store_on_this_rank_ends_the_cache_on_all_ranks_one_pass_later() -> None:
+    """The pass was collective, so its result is used; the error is raised at the next agreement."""
     pair = Pair()
     pair.open(2)
     pair.fetch(HALF)
@@ -118,10 +118,10 @@ def test_room_that_ends_here_ends_the_cache_everywhere_one_pass_later() -> None:
         pair.fetch(HALF)
 
 
-def test_room_that_ends_elsewhere_ends_the_cache_here() -> None:
+def test_a_full_store_on_another_rank_ends_the_cache_here() -> None:
     pair = Pair()
     pair.open(2)
-    pair.other = lambda mine: BROKEN
+    pair.other = lambda mine: FAILED
     with pytest.raises(StorageError, match="another process cannot store or read its rows"):
         pair.fetch(HALF)
     with pytest.raises(StorageError, match="another process"):

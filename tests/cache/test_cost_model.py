@@ -1,4 +1,4 @@
-"""The arithmetic of the choice, against sums done by hand, and the reasons it gives."""
+"""The arithmetic of the decision, compared with sums done by hand, and the reasons it gives."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from blocktrain.cache.config import PrefixConfig
 from blocktrain.cache.cost_model import (
     CacheFacts,
     CachePlace,
-    PrefixConfig,
     VisitReuse,
     choose,
     free_bytes,
@@ -32,7 +32,7 @@ ADVANCED = VisitReuse(uses=1, prefix_flops=2 * 10**9, fill_flops=10**9)
 FOUND = VisitReuse(uses=1, prefix_flops=10**9, fill_flops=0)
 
 
-def facts(*needs: VisitReuse, **changes: Any) -> CacheFacts:
+def facts(*visits: VisitReuse, **changes: Any) -> CacheFacts:
     usual: dict[str, Any] = {
         "num_slots": 1000,
         "row_bytes": MIB,
@@ -41,7 +41,7 @@ def facts(*needs: VisitReuse, **changes: Any) -> CacheFacts:
         "write_bytes_per_second": RATES,
         "free_bytes": {"host": 1e12, "file": 1e12},
     }
-    return CacheFacts(needs=needs, **{**usual, **changes})
+    return CacheFacts(visits=visits, **{**usual, **changes})
 
 
 CASES: dict[str, tuple[CacheFacts, CachePlace | None, float, float, str]] = {
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[CacheFacts, CachePlace | None, float, float, str]] = {
     ),
     # filling 10 + 10, writing 2 x 2, reading 2 x 2: 28 instead of 10 + 20
     "used once, then advanced": (facts(ONCE, ADVANCED), "host", 30, 28, "host: 28 s"),
-    # found at the level: reading only
+    # stored at the visit's boundary: reading only
     "stored by the visit before": (facts(FOUND), "host", 10, 2, "host: 2 s"),
     # descending, three boundaries: filling 10, writing 3 x 2, reading 2 + 2 + 2 instead of 10 + 10 + 10
     "descending": (facts(ONCE, FOUND, FOUND, boundaries=3), "host", 30, 22, "host: 22 s"),
@@ -130,12 +130,12 @@ def test_by_hand(case: str):
 
 
 @pytest.mark.parametrize("wanted", ["device", "host", "file"])
-def test_a_place_asked_for_by_name_is_taken_whatever_it_costs(wanted: Literal["device", "host", "file"]):
+def test_a_store_that_the_configuration_names_is_taken_whatever_it_costs(wanted: Literal["device", "host", "file"]):
     choice = choose(facts(ONCE, free_bytes={}), wanted)
     assert (choice.place, choice.reason) == (wanted, f"store = '{wanted}' in the configuration")
 
 
-def test_off_is_no_place():
+def test_off_is_no_store():
     assert choose(facts(TEN_TIMES), "off").place is None
 
 

@@ -1,11 +1,11 @@
-"""What encoding loses: nothing, what bf16 loses, or less than one percent."""
+"""The error of each encoding: none, that of bf16, or less than one percent."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blocktrain.cache.encoding import Encoding, Kind
+from blocktrain.cache.encoding import Encoding, EncodingKind
 
 
 def hidden(*shape: int) -> torch.Tensor:
@@ -79,8 +79,8 @@ def test_int8_of_images_and_of_pooled_rows():
 
 
 @pytest.mark.parametrize("kind", ["compute", "bf16", "int8"])
-def test_a_row_is_encoded_the_same_whatever_else_is_in_the_batch(kind: Kind):
-    """What a lazy and an early fill store must not depend on how rows were batched."""
+def test_a_row_is_encoded_the_same_whatever_else_is_in_the_batch(kind: EncodingKind):
+    """Lazy and early fills batch rows differently, and must store equal bytes."""
     encoding, values = Encoding(kind), hidden(6, 5, 32)
     together = encoding.encode(values)
     for index in range(6):

@@ -1,4 +1,4 @@
-"""Nothing stale, damaged, half-written or of other rows is ever taken for what it is not."""
+"""Rows that are stale, damaged, half-written or of another subset are never read as valid."""
 
 from __future__ import annotations
 
@@ -39,48 +39,48 @@ def rows(count: int, seed: int = 0) -> Fields:
     }
 
 
-class BoundaryStore:
-    """A file store with its ledger, as the cache holds them."""
+class StoreOnDisk:
+    """A file store with its ledger, as the cache keeps them."""
 
     def __init__(self, folder: Path, slots: int = 8, **key: Any):
         self.store = FileStore(folder, slots, layout_of(rows(1)))
         self.ledger = Ledger(slots, key={**KEY, **key}, folder=folder)
 
-    def put(self, slots: list[int], level: int, *, seed: int = 0) -> None:
+    def put(self, slots: list[int], boundary: int, *, seed: int = 0) -> None:
         self.store.write(np.array(slots), rows(len(slots), seed))
-        self.ledger.mark(np.array(slots), level, rows(len(slots), seed))
+        self.ledger.mark(np.array(slots), boundary, rows(len(slots), seed))
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_fingerprint_covers_every_weight_and_buffer_below_its_level_and_nothing_above(level: int):
+@pytest.mark.parametrize("boundary", [1, 2, 3])
+def test_a_fingerprint_covers_every_weight_and_buffer_below_its_boundary_and_nothing_above(boundary: int):
     sequential = model()
     chain = find_chain(sequential)
     tensors = {**dict(sequential.named_parameters()), **dict(sequential.named_buffers())}
-    before = Fingerprints(chain).at([level])
-    assert list(before) == [level]
+    before = Fingerprints(chain).at([boundary])
+    assert list(before) == [boundary]
     for name, tensor in tensors.items():
         saved = tensor.detach().clone()
         change(sequential, name)
-        assert (Fingerprints(chain).at([level]) == before) == (int(name.split(".")[0]) >= level), name
+        assert (Fingerprints(chain).at([boundary]) == before) == (int(name.split(".")[0]) >= boundary), name
         with torch.no_grad():
             tensor.copy_(saved)
-    assert Fingerprints(chain).at([level]) == before
+    assert Fingerprints(chain).at([boundary]) == before
 
 
-def test_fingerprints_of_several_levels_are_those_of_each():
+def test_fingerprints_of_several_boundaries_are_those_of_each():
     chain = find_chain(model())
     together = Fingerprints(chain).at({3, 1, 2})
-    assert together == {level: Fingerprints(chain).at([level])[level] for level in (1, 2, 3)}
+    assert together == {boundary: Fingerprints(chain).at([boundary])[boundary] for boundary in (1, 2, 3)}
     assert len(set(together.values())) == 3
     assert Fingerprints(chain).at([]) == {}
     assert Fingerprints(chain).at([1, 99]) == {1: together[1]}
 
 
-def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment():
-    """Each layer is read once, so a change in between is not seen below and seen above."""
+def test_a_layer_is_read_once_whatever_is_asked_for_later():
+    """A change between two calls is seen in the layers that the first call has not read, and only in those."""
     sequential = model()
     chain = find_chain(sequential)
     now, before = Fingerprints(chain), Fingerprints(chain).at([1, 2, 3])
@@ -90,8 +90,8 @@ def test_fingerprints_that_are_asked_for_one_after_another_are_those_of_a_moment
     assert Fingerprints(chain).at([1])[1] != before[1]
 
 
-def test_fingerprints_of_weights_in_parts_are_of_all_processes():
-    """What changed elsewhere alone is seen here too, at every level above it."""
+def test_fingerprints_of_sharded_weights_cover_the_shards_of_all_ranks():
+    """A change in another rank's shard is seen here too, at every boundary above it."""
     chain = find_chain(model())
     parts = {"elsewhere": "before"}
     asked: list[str] = []
@@ -100,11 +100,11 @@ def test_fingerprints_of_weights_in_parts_are_of_all_processes():
         asked.append(digest)
         return digest + parts["elsewhere"]
 
-    before = Fingerprints(chain, together=of_all).at([1, 2])
+    before = Fingerprints(chain, combine=of_all).at([1, 2])
     assert list(before.values()) == [f"{digest}before" for digest in asked]
     assert asked == list(Fingerprints(chain).at([1, 2]).values())
     parts["elsewhere"] = "after"
-    assert set(Fingerprints(chain, together=of_all).at([1, 2]).values()).isdisjoint(before.values())
+    assert set(Fingerprints(chain, combine=of_all).at([1, 2]).values()).isdisjoint(before.values())
 
 
 def test_the_smallest_change_of_a_weight_in_any_dtype_is_seen():
@@ -131,8 +131,8 @@ def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
 
 
 @pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
-def test_resting_weights_are_told_apart(precision: bt.Precision):
-    """All of them are NaN to whoever does not ask what they stand for."""
+def test_quantized_weights_have_different_fingerprints(precision: bt.Precision):
+    """Their placeholders hold only NaN, so the quantized tensors must be hashed."""
     found = set()
     for number in (0.0, 1.0):
         sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -160,115 +160,115 @@ def test_weights_on_the_host_are_those_on_the_device():
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_slots_whose_layers_changed_are_refused(tmp_path: Path, on_disk: bool):
+def test_slots_whose_layers_changed_are_dropped(tmp_path: Path, on_disk: bool):
     sequential = model()
     chain = find_chain(sequential)
     ledger = Ledger(6, key=KEY, folder=tmp_path if on_disk else None)
-    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 0
+    assert ledger.drop_stale(Fingerprints(chain).at([1, 2, 3])) == 0
     ledger.mark(np.array([0, 1]), 1, rows(2))
     ledger.mark(np.array([2, 3]), 2, rows(2))
     ledger.mark(np.array([4]), 3, rows(1))
 
     change(sequential, "3.weight")  # above all of them
-    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 0
-    assert ledger.levels.tolist() == [1, 1, 2, 2, 3, 0]
+    assert ledger.drop_stale(Fingerprints(chain).at([1, 2, 3])) == 0
+    assert ledger.boundaries.tolist() == [1, 1, 2, 2, 3, 0]
 
     change(sequential, "2.weight")
-    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 1
-    assert ledger.levels.tolist() == [1, 1, 2, 2, 0, 0]
+    assert ledger.drop_stale(Fingerprints(chain).at([1, 2, 3])) == 1
+    assert ledger.boundaries.tolist() == [1, 1, 2, 2, 0, 0]
 
     change(sequential, "1.running_mean")
-    assert ledger.refuse_stale(Fingerprints(chain).at([1, 2, 3])) == 2
-    assert ledger.levels.tolist() == [1, 1, 0, 0, 0, 0]
+    assert ledger.drop_stale(Fingerprints(chain).at([1, 2, 3])) == 2
+    assert ledger.boundaries.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_a_level_without_a_fingerprint_is_refused():
-    """Neither then nor now: two missing fingerprints were once taken for equal ones."""
+def test_rows_of_a_boundary_without_a_fingerprint_are_dropped():
+    """There was none when the rows were stored and there is none now: these once passed for equal fingerprints."""
     ledger = Ledger(3, key=KEY)
     ledger.mark(np.array([0, 2]), 99, rows(2))
-    assert ledger.refuse_stale({1: "a"}) == 2
-    assert ledger.levels.tolist() == [0, 0, 0]
+    assert ledger.drop_stale({1: "a"}) == 2
+    assert ledger.boundaries.tolist() == [0, 0, 0]
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_is_taken_up_again_with_the_same_key(tmp_path: Path):
-    shelf = BoundaryStore(tmp_path)
-    shelf.ledger.refuse_stale({1: "a", 2: "b"})
-    shelf.put([5, 1, 2], 2)
-    again = BoundaryStore(tmp_path)
-    assert again.ledger.levels.tolist() == [0, 2, 2, 0, 0, 2, 0, 0]
+def test_a_ledger_with_an_equal_key_is_continued(tmp_path: Path):
+    stored = StoreOnDisk(tmp_path)
+    stored.ledger.drop_stale({1: "a", 2: "b"})
+    stored.put([5, 1, 2], 2)
+    again = StoreOnDisk(tmp_path)
+    assert again.ledger.boundaries.tolist() == [0, 2, 2, 0, 0, 2, 0, 0]
     assert again.ledger.made_from == {1: "a", 2: "b"}
-    assert again.ledger.refuse_damaged(again.store, rows_at_once=2) == 0
-    assert again.ledger.refuse_stale({2: "b"}) == 0
+    assert again.ledger.drop_damaged(again.store, rows_at_once=2) == 0
+    assert again.ledger.drop_stale({2: "b"}) == 0
     assert torch.equal(again.store.read(np.array([5, 1, 2]))["data"], rows(3)["data"])
 
 
 @pytest.mark.parametrize(
     "other", [{"rows": "abd"}, {"encoding": "int8"}, {"torch": "9.9"}], ids=["rows", "encoding", "version"]
 )
-def test_another_key_begins_anew(tmp_path: Path, other: dict[str, Any]):
-    BoundaryStore(tmp_path).put([0, 1], 1)
-    assert not BoundaryStore(tmp_path, **other).ledger.levels.any()
-    assert not BoundaryStore(tmp_path).ledger.levels.any()  # and what was there before is gone for good
+def test_another_key_starts_an_empty_ledger(tmp_path: Path, other: dict[str, Any]):
+    StoreOnDisk(tmp_path).put([0, 1], 1)
+    assert not StoreOnDisk(tmp_path, **other).ledger.boundaries.any()
+    assert not StoreOnDisk(tmp_path).ledger.boundaries.any()  # the old entries are deleted, too
 
 
-def test_another_number_of_slots_begins_anew(tmp_path: Path):
-    BoundaryStore(tmp_path).put([0, 1], 1)
-    assert not BoundaryStore(tmp_path, slots=9).ledger.levels.any()
+def test_another_number_of_slots_starts_an_empty_ledger(tmp_path: Path):
+    StoreOnDisk(tmp_path).put([0, 1], 1)
+    assert not StoreOnDisk(tmp_path, slots=9).ledger.boundaries.any()
 
 
 @pytest.mark.parametrize("name", ["data", "scale"])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_flipped_bit_is_found(tmp_path: Path, name: str, bit: int):
-    shelf = BoundaryStore(tmp_path)
-    shelf.put([6, 0, 3, 4], 1)
+    stored = StoreOnDisk(tmp_path)
+    stored.put([6, 0, 3, 4], 1)
     path = tmp_path / f"{name}.rows"
     data = bytearray(path.read_bytes())
     width = len(data) // 8
     data[3 * width + 5] ^= 1 << bit
     path.write_bytes(data)
-    again = BoundaryStore(tmp_path)
-    assert again.ledger.refuse_damaged(again.store, rows_at_once=3) == 1
-    assert np.flatnonzero(again.ledger.levels).tolist() == [0, 4, 6]
-    assert again.ledger.refuse_damaged(again.store) == 0
+    again = StoreOnDisk(tmp_path)
+    assert again.ledger.drop_damaged(again.store, rows_at_once=3) == 1
+    assert np.flatnonzero(again.ledger.boundaries).tolist() == [0, 4, 6]
+    assert again.ledger.drop_damaged(again.store) == 0
 
 
-def test_a_flipped_bit_in_the_level_is_found(tmp_path: Path):
-    """Rows of level 1 must not pass for rows of level 3, which are right for other slots: the checksum starts with the
-    level."""
-    shelf = BoundaryStore(tmp_path)
-    shelf.put([0, 1], 1)
-    shelf.put([2], 3)
+def test_a_flipped_bit_in_the_boundary_is_found(tmp_path: Path):
+    """Rows of boundary 1 must not be read as rows of boundary 3, even if their bytes are intact: the checksum starts
+    with the boundary."""
+    stored = StoreOnDisk(tmp_path)
+    stored.put([0, 1], 1)
+    stored.put([2], 3)
     slots = bytearray((tmp_path / "slots.bin").read_bytes())
     slots[0] ^= 2
     (tmp_path / "slots.bin").write_bytes(slots)
-    again = BoundaryStore(tmp_path)
-    assert again.ledger.levels[:3].tolist() == [3, 1, 3]
-    assert again.ledger.refuse_damaged(again.store) == 1
-    assert again.ledger.levels[:3].tolist() == [0, 1, 3]
+    again = StoreOnDisk(tmp_path)
+    assert again.ledger.boundaries[:3].tolist() == [3, 1, 3]
+    assert again.ledger.drop_damaged(again.store) == 1
+    assert again.ledger.boundaries[:3].tolist() == [0, 1, 3]
 
 
-def test_a_row_written_but_not_marked_does_not_count_and_one_half_overwritten_neither(tmp_path: Path):
-    shelf = BoundaryStore(tmp_path)
-    shelf.put([0, 1, 2], 1)
-    shelf.store.write(np.array([3]), rows(1))  # killed before the mark
-    shelf.ledger.unmark(np.array([1]))  # killed while slot 1 was written over
-    shelf.store.write(np.array([1]), rows(1, seed=9))
-    again = BoundaryStore(tmp_path)
-    assert np.flatnonzero(again.ledger.levels).tolist() == [0, 2]
-    assert again.ledger.refuse_damaged(again.store) == 0
+def test_a_row_that_was_not_marked_or_is_half_overwritten_is_not_valid(tmp_path: Path):
+    stored = StoreOnDisk(tmp_path)
+    stored.put([0, 1, 2], 1)
+    stored.store.write(np.array([3]), rows(1))  # killed before the mark
+    stored.ledger.unmark(np.array([1]))  # killed while slot 1 was written over
+    stored.store.write(np.array([1]), rows(1, seed=9))
+    again = StoreOnDisk(tmp_path)
+    assert np.flatnonzero(again.ledger.boundaries).tolist() == [0, 2]
+    assert again.ledger.drop_damaged(again.store) == 0
 
 
 def test_a_mark_that_reached_the_disk_before_its_row_is_found(tmp_path: Path):
     """After a power cut the pages of two files are on the disk in any order."""
-    shelf = BoundaryStore(tmp_path)
-    shelf.put([0, 1], 1)
-    shelf.ledger.mark(np.array([2]), 1, rows(1, seed=5))
-    again = BoundaryStore(tmp_path)
-    assert again.ledger.refuse_damaged(again.store) == 1
-    assert np.flatnonzero(again.ledger.levels).tolist() == [0, 1]
+    stored = StoreOnDisk(tmp_path)
+    stored.put([0, 1], 1)
+    stored.ledger.mark(np.array([2]), 1, rows(1, seed=5))
+    again = StoreOnDisk(tmp_path)
+    assert again.ledger.drop_damaged(again.store) == 1
+    assert np.flatnonzero(again.ledger.boundaries).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -276,35 +276,35 @@ def test_a_mark_that_reached_the_disk_before_its_row_is_found(tmp_path: Path):
     ["", "{", "[]", '{"key": null}', '{"key": {}, "made_from": 3}', '{"made_from": {}}'],
     ids=["empty", "torn", "a list", "no key", "another key", "key missing"],
 )
-def test_a_damaged_ledger_file_begins_anew(tmp_path: Path, text: str):
-    BoundaryStore(tmp_path).put([0], 1)
+def test_a_damaged_ledger_file_starts_an_empty_ledger(tmp_path: Path, text: str):
+    StoreOnDisk(tmp_path).put([0], 1)
     (tmp_path / "ledger.json").write_text(text)
-    assert not BoundaryStore(tmp_path).ledger.levels.any()
+    assert not StoreOnDisk(tmp_path).ledger.boundaries.any()
 
 
-def test_fingerprints_that_are_no_mapping_begin_anew(tmp_path: Path):
-    BoundaryStore(tmp_path).put([0], 1)
+def test_fingerprints_that_are_not_a_mapping_start_an_empty_ledger(tmp_path: Path):
+    StoreOnDisk(tmp_path).put([0], 1)
     saved = json.loads((tmp_path / "ledger.json").read_text())
     for wrong in (3, [1], {"one": "a"}):
         (tmp_path / "ledger.json").write_text(json.dumps({**saved, "made_from": wrong}))
-        assert not BoundaryStore(tmp_path).ledger.levels.any()
-        BoundaryStore(tmp_path).put([0], 1)
+        assert not StoreOnDisk(tmp_path).ledger.boundaries.any()
+        StoreOnDisk(tmp_path).put([0], 1)
 
 
 def test_slots_without_their_file_and_with_a_short_one(tmp_path: Path):
-    BoundaryStore(tmp_path).put([0, 7], 1)
+    StoreOnDisk(tmp_path).put([0, 7], 1)
     slots = (tmp_path / "slots.bin").read_bytes()
     (tmp_path / "slots.bin").write_bytes(slots[:20])
-    assert np.flatnonzero(BoundaryStore(tmp_path).ledger.levels).tolist() == [0]
+    assert np.flatnonzero(StoreOnDisk(tmp_path).ledger.boundaries).tolist() == [0]
     (tmp_path / "slots.bin").unlink()
-    assert not BoundaryStore(tmp_path).ledger.levels.any()
+    assert not StoreOnDisk(tmp_path).ledger.boundaries.any()
 
 
 def test_closing_deletes_the_files(tmp_path: Path):
-    shelf = BoundaryStore(tmp_path / "here")
-    shelf.put([0], 1)
-    shelf.store.close()
-    shelf.ledger.close()
+    stored = StoreOnDisk(tmp_path / "here")
+    stored.put([0], 1)
+    stored.store.close()
+    stored.ledger.close()
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -312,7 +312,7 @@ def test_a_ledger_in_memory_leaves_no_file(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(4, key=KEY)
     ledger.mark(np.array([1]), 2, rows(1))
-    ledger.refuse_stale({2: "a"})
+    ledger.drop_stale({2: "a"})
     ledger.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -323,7 +323,7 @@ def test_no_room_for_the_ledger(tmp_path: Path):
         Ledger(4, key=KEY, folder=tmp_path / "file")
 
 
-def test_checksums_tell_rows_fields_and_levels_apart():
+def test_checksums_differ_by_row_field_and_boundary():
     some = rows(2)
     swapped = {"data": some["data"].flip(0), "scale": some["scale"]}
     found = checksums(some, np.array([1, 1]))

@@ -1,4 +1,4 @@
-"""What is written is read, bit for bit, wherever it lies; no room is an error that leaves nothing behind."""
+"""Every store reads what was written, bit for bit; a lack of room is an error that leaves no files behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from blocktrain.cache import store as stores
-from blocktrain.cache.encoding import Encoding, Fields, Kind
+from blocktrain.cache.encoding import Encoding, EncodingKind, Fields
 from blocktrain.cache.store import Field, FileStore, MemoryStore, RowLayout, Store, as_bytes, layout_of, slot_bytes
 from blocktrain.errors import StorageError
 
@@ -24,7 +24,7 @@ STORES: dict[str, Make] = {
     "memory": lambda _folder, slots, layout: MemoryStore(slots, layout, device=CPU),
     "file": FileStore,
 }
-KINDS: list[tuple[Kind, torch.dtype]] = [
+KINDS: list[tuple[EncodingKind, torch.dtype]] = [
     ("compute", torch.float32),
     ("compute", torch.bfloat16),
     ("bf16", torch.float32),
@@ -32,7 +32,7 @@ KINDS: list[tuple[Kind, torch.dtype]] = [
 ]
 
 
-def rows(kind: Kind, dtype: torch.dtype, count: int, *shape: int) -> Fields:
+def rows(kind: EncodingKind, dtype: torch.dtype, count: int, *shape: int) -> Fields:
     return Encoding(kind).encode(torch.randn(count, *(shape or (3, 8))).to(dtype))
 
 
@@ -44,7 +44,7 @@ def equal(one: Fields, other: Fields) -> bool:
 
 @pytest.mark.parametrize("make", STORES.values(), ids=STORES)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_rows_come_back_bit_for_bit_in_any_order(tmp_path: Path, make: Make, kind: Kind, dtype: torch.dtype):
+def test_rows_come_back_bit_for_bit_in_any_order(tmp_path: Path, make: Make, kind: EncodingKind, dtype: torch.dtype):
     given = rows(kind, dtype, 7)
     store = make(tmp_path / "here", 10, layout_of(given))
     slots = np.array([9, 0, 4, 2, 7, 1, 3])
@@ -90,12 +90,12 @@ def test_bytes_are_counted():
     assert MemoryStore(10, layout, device=CPU).nbytes == 10 * (16 * 64 + 16 * 4)
 
 
-def test_as_bytes_of_numbers_numpy_does_not_know():
+def test_as_bytes_of_a_dtype_that_numpy_does_not_have():
     values = torch.tensor([[1.0], [-2.0]], dtype=torch.bfloat16)
     assert as_bytes(values).tolist() == [[0x80, 0x3F], [0x00, 0xC0]]
 
 
-def test_a_file_store_claims_its_room_at_once_and_deletes_it_when_closed(tmp_path: Path):
+def test_a_file_store_reserves_its_room_at_once_and_deletes_its_files_when_closed(tmp_path: Path):
     layout = layout_of(rows("int8", torch.float32, 1))
     store = FileStore(tmp_path / "here", 1000, layout)
     sizes = {path.name: path.stat() for path in (tmp_path / "here").iterdir()}
@@ -110,7 +110,7 @@ def test_a_file_store_claims_its_room_at_once_and_deletes_it_when_closed(tmp_pat
         assert len(os.listdir("/proc/self/fd")) <= handles - 2  # and those of the maps
 
 
-def test_a_file_store_that_is_opened_again_holds_what_it_held(tmp_path: Path):
+def test_a_file_store_that_is_opened_again_has_its_rows(tmp_path: Path):
     given = rows("compute", torch.float32, 4)
     FileStore(tmp_path, 4, layout_of(given)).write(np.arange(4), given)
     assert equal(FileStore(tmp_path, 4, layout_of(given)).read(np.arange(4)), given)
@@ -131,9 +131,9 @@ except StorageError as error:
 """
 
 
-def test_a_disk_that_is_too_small_says_so_at_once_and_gets_everything_back(tmp_path: Path):
-    """In a process of its own: the first file fits, the second does not. What had been claimed once stayed behind, and
-    the next checkpoint would have found the disk full."""
+def test_a_disk_that_is_too_small_is_an_error_at_once_and_no_room_stays_reserved(tmp_path: Path):
+    """In a process of its own: the first file fits, the second does not. The first file once stayed on the disk, so
+    that the next checkpoint would have found it full."""
     command = [sys.executable, "-c", SMALL_DISK, str(tmp_path / "here")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.startswith(f"no room left while writing '{tmp_path / 'here'}'")
@@ -149,7 +149,7 @@ def test_a_disk_that_fills_up_later_is_an_error_not_a_signal(tmp_path: Path):
     try:
         with pytest.raises(StorageError, match="no room left while writing"):
             store.write(np.array([10, 90]), {"data": given["data"][:2]})
-        with pytest.raises(StorageError, match="was written in part"):
+        with pytest.raises(StorageError, match="was written only in part"):
             store.write(np.array([50]), {"data": given["data"][:1]})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

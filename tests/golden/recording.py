@@ -23,6 +23,11 @@ Recording = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
 
+# Values that were renamed on purpose after the recordings were made: (kind of record, key) -> recorded -> today's.
+RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
+    ("run", "layout"): {"rows": "data", "layers": "pipeline", "shards": "fsdp"},  # `distributed.layout`
+}
+
 # Keys of a record that are measured.
 MEASURED = {"seconds", "peak_memory_bytes", "fill_seconds", "wait_seconds", "seconds_saved"}
 
@@ -70,6 +75,20 @@ def _lines(value: Any, depth: int, before: str = "", after: str = "") -> Iterato
     for at, (key, item) in enumerate(items):
         yield from _lines(item, depth + 1, key, "," if at < len(items) - 1 else "")
     yield indent + ("}" if is_table else "]") + after
+
+
+def renamed(recording: Recording) -> Recording:
+    """A recording in which every value of `RENAMED_VALUES` has today's name."""
+
+    def rename(event: dict[str, Any]) -> dict[str, Any]:
+        tables = {key: RENAMED_VALUES.get((event["kind"], key), {}) for key in event}
+        return {key: tables[key][value] if tables[key] else value for key, value in event.items()}
+
+    folders = {
+        name: {**folder, "events": [rename(event) for event in folder["events"]]}
+        for name, folder in recording["folders"].items()
+    }
+    return {**recording, "folders": folders}
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

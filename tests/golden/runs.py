@@ -305,7 +305,7 @@ RUNS: Mapping[str, Run] = {
         covers="two processes with half the layers each, blocks with a piece in each, a cache, checkpointed layers",
         tables=(TEXT, LLAMA),
         overrides=(
-            *(*REUSED, "distributed.layout=layers", "blocks.count=2", "blocks.stages=2", "blocks.balance=flops"),
+            *(*REUSED, "distributed.layout=pipeline", "blocks.count=2", "blocks.stages=2", "blocks.balance=flops"),
             *("prefix.store=host", "batch.micro_rows=2", "memory.checkpointing=layers", "optimizer.lr=0.001"),
         ),
         processes=2,
@@ -313,7 +313,7 @@ RUNS: Mapping[str, Run] = {
     "shards": Run(
         covers="two processes with a part of every weight each, exact masters",
         tables=(TEXT, LLAMA),
-        overrides=("distributed.layout=shards", "precision=bf16-exact", "schedule.sweeps=2", "optimizer.lr=0.001"),
+        overrides=("distributed.layout=fsdp", "precision=bf16-exact", "schedule.sweeps=2", "optimizer.lr=0.001"),
         processes=2,
         exported=True,
         tolerance=COARSE,

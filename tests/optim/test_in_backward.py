@@ -199,7 +199,7 @@ def test_what_cannot_be_stepped_in_backward_is_refused(gpt2, tiny, tmp_path: Pat
         "batch.micro_rows=2": "leave out batch.micro_rows",
         "batch.micro_rows=auto": "leave out batch.micro_rows",
         "on_nonfinite=skip": "set on_nonfinite = 'stop'",
-        "distributed.layout=layers": "does not go with optimizer.in_backward = True",
+        "distributed.layout=pipeline": "does not go with optimizer.in_backward = True",
     }.items():
         with pytest.raises(ConfigError, match=said):
             tiny("optimizer.in_backward=true", "optimizer.max_grad_norm=none", override)

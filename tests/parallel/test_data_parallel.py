@@ -1,4 +1,4 @@
-"""Gradients of the active block are those of one process that has all rows; nothing else travels."""
+"""Gradients of the active block equal those of one process with all rows; nothing else is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import blocktrain as bt
 from blocktrain.errors import ConfigError, PeerError
-from blocktrain.parallel.data_parallel import DataParallel, DistributedConfig
+from blocktrain.parallel.config import DistributedConfig
+from blocktrain.parallel.data_parallel import DataParallel
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 
@@ -18,14 +19,14 @@ WIDTH, ROWS = 8, 8
 
 
 class Experts(nn.Module):
-    """Two experts of which a row takes one, and a third that nobody takes."""
+    """Two experts, of which each row chooses one, and a third that no row chooses."""
 
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = (x[:, 0] > 0).long()  # rows come in with the sign of their half of the batch
+        chosen = (x[:, 0] > 0).long()  # the sign of this feature says in which half of the batch a row is
         found = torch.zeros_like(x)
         for number in (0, 1):
             mine = chosen == number
@@ -69,20 +70,20 @@ def compare(settings: dict[str, Any], micro: int, precision: str) -> list[dict[s
                         backward(partition, piece)
                 expected = gradients(optimizer)
                 optimizer.zero_grad()
-                before = ranks.payload_bytes
+                before = ranks.all_reduced_bytes
                 with parallel.visit(optimizer.active_block):
-                    for _ in range(2):  # and once more: nothing is left over from the first step
+                    for _ in range(2):  # twice, because nothing may be left over from the first step
                         optimizer.zero_grad()
                         *others, last = mine.split(micro)
                         for piece in others:
                             backward(partition, piece)
-                        with parallel.last_backward():
+                        with parallel.gradient_sync():
                             backward(partition, last)
-                    sent = ranks.payload_bytes - before
+                    sent = ranks.all_reduced_bytes - before
                     got = gradients(optimizer)
                 optimizer.zero_grad()
-                backward(partition, rows[:1])  # outside: nothing travels any more
-                late = ranks.payload_bytes - before - sent
+                backward(partition, rows[:1])  # outside of the visit nothing is sent
+                late = ranks.all_reduced_bytes - before - sent
             scale = max(float(value.abs().max()) for value in expected.values() if value is not None)
             found.append(
                 {
@@ -122,7 +123,7 @@ def compared(request: pytest.FixtureRequest) -> dict[str, list[list[dict[str, An
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_all_rows(compared: dict[str, Any], case: str) -> None:
+def test_gradients_equal_those_of_all_rows(compared: dict[str, Any], case: str) -> None:
     *_, itemsize, tolerance = CASES[case]
     for blocks in compared[case]:
         for block in blocks:
@@ -132,7 +133,7 @@ def test_gradients_are_those_of_all_rows(compared: dict[str, Any], case: str) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_expert_without_rows_waits_for_nobody(compared: dict[str, Any], case: str) -> None:
+def test_an_expert_without_rows_on_a_rank_does_not_block_the_others(compared: dict[str, Any], case: str) -> None:
     """Each rank's rows choose one expert, so the other has no gradient there; the third has none anywhere."""
     for blocks in compared[case]:
         assert all(block["same names"] for block in blocks)
@@ -143,7 +144,7 @@ def drift() -> str:
     with open_ranks() as ranks:
         parallel = DataParallel(ranks, DistributedConfig())
         partition, optimizer, rows = build()
-        with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), parallel.last_backward():
+        with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), parallel.gradient_sync():
             backward(partition, rows)
         try:
             with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
@@ -168,7 +169,7 @@ def test_one_process_sends_nothing_and_changes_nothing() -> None:
         backward(partition, rows)
         expected = gradients(optimizer)
         optimizer.zero_grad()
-        with parallel.visit(optimizer.active_block), parallel.last_backward():
+        with parallel.visit(optimizer.active_block), parallel.gradient_sync():
             backward(partition, rows)
         for name, value in gradients(optimizer).items():
             alone = expected[name]

@@ -1,4 +1,4 @@
-"""A sharded run is the run of one process, in parts; and its state goes on anywhere."""
+"""A sharded run equals the run of one process, and its checkpoint continues on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import blocktrain as bt
 from blocktrain.errors import ConfigError
-from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition, ShardingConfig
+from blocktrain.parallel.config import ShardingConfig
+from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 from blocktrain.train.checkpoint import CheckpointHeader, load_checkpoint, save_checkpoint
@@ -77,7 +78,7 @@ counted = {"gathered": 0, "reduced": 0}
 
 
 def counting() -> None:
-    """Note the bytes that one process is given back by gathering, and hands in for its gradients' sums."""
+    """Count the bytes of the outputs of all-gathers and of the inputs of reduce-scatters on this rank."""
     gather, reduce = dist.all_gather_single, dist.reduce_scatter_single
 
     def counted_gather(output: Tensor, *args: Any, **keywords: Any) -> Any:
@@ -98,7 +99,7 @@ def bytes_of_a_step(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block)
 
 
 def bytes_above_a_boundary(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt.Block) -> list[int]:
-    """Gathered to find the hidden states below `block`, then in a step that begins with them."""
+    """Bytes gathered to compute the hidden states below `block`, and then in a step that starts from them."""
     chain = optimizer.partition.chain
     cut, level = ShardedBoundaryRunner(chain), block.boundary
     rows = rows_of(0)[ranks.rank :: ranks.size]
@@ -110,7 +111,7 @@ def bytes_above_a_boundary(ranks: Ranks, optimizer: bt.BlockOptimizer, block: bt
 
 
 def local_bytes(entries: dict[str, dict[str, Any]]) -> int:
-    """Of the optimizer's moments, what lies here."""
+    """Bytes of this rank's shards of the optimizer's moments."""
     values = [value for entry in entries.values() for value in entry.values() if isinstance(value, DTensor)]
     return sum(value.to_local().nbytes for value in values)
 
@@ -124,8 +125,8 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
         sharded = ShardedPartition(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
         losses = sweep(ranks, optimizer)
-        whole = {name: value for block in sharded.partition for name, value in sharded.full_weights(block).items()}
-        state = sharded.gathered(optimizer.state_dict())
+        whole = {name: value for block in sharded.partition for name, value in sharded.gather_weights(block).items()}
+        state = sharded.gather_state(optimizer.state_dict())
         if ranks.is_rank0:
             plain = bt.partition(build(kind)[0].model, num_blocks=3, layers=layers)
             writer = optimizer_of(plain)
@@ -157,7 +158,7 @@ def go_on(kind: str, checkpoint: str) -> list[float]:
         load_checkpoint(Path(checkpoint), partition, plain)
         sharded = ShardedPartition(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
-        optimizer.load_state_dict(sharded.scattered(plain.state_dict()))
+        optimizer.load_state_dict(sharded.shard_state(plain.state_dict()))
         return sweep(ranks, optimizer, first=STEPS * 3)
 
 
@@ -181,8 +182,8 @@ def test_losses_are_those_of_one_process(trained: tuple[str, Path, list[Any]]) -
 
 
 def test_only_the_active_block_is_summed(trained: tuple[str, Path, list[Any]]) -> None:
-    """Its gradients are handed in whole; weights are gathered for the forward pass, and again where something above
-    the prefix goes back through them. Moments are halves."""
+    """Its whole gradients are reduce-scattered. Weights are gathered for the forward pass, and again for the backward
+    pass through the layers above the prefix. Moments are halves."""
     for found in trained[2]:
         for counts, scalars, moments in zip(found["counted"], found["scalars"], found["moments"], strict=True):
             assert counts["reduced"] == 4 * scalars
@@ -194,7 +195,7 @@ def test_only_the_active_block_is_summed(trained: tuple[str, Path, list[Any]]) -
 def test_a_step_above_a_boundary_gathers_nothing_below_it_but_the_embedding(
     trained: tuple[str, Path, list[Any]],
 ) -> None:
-    """And a pass up to the boundary nothing above it, but what belongs with a tied head."""
+    """A pass up to the boundary gathers nothing above it, except the layers that are sharded with a tied head."""
     partition = build(trained[0])[0]
     layers = [sum(p.numel() for p in layer.values()) for layer in partition.chain.owned]
     for found in trained[2]:
@@ -204,7 +205,7 @@ def test_a_step_above_a_boundary_gathers_nothing_below_it_but_the_embedding(
             assert below == 4 * sum(layers[:level]) + (0 if trained[0] == "llama" else 4 * NORM)
 
 
-def test_its_checkpoint_goes_on_in_one_process_and_in_parts(trained: tuple[str, Path, list[Any]]) -> None:
+def test_its_checkpoint_continues_in_one_process_and_sharded(trained: tuple[str, Path, list[Any]]) -> None:
     kind, folder, results = trained
     (checkpoint,) = folder.glob("step-*")
     optimizer = alone(kind)
@@ -215,15 +216,15 @@ def test_its_checkpoint_goes_on_in_one_process_and_in_parts(trained: tuple[str, 
 
 
 def in_bf16() -> tuple[list[float], str]:
-    """A sweep whose weights and gradients travel in 16 bits; and what the parts are kept in."""
+    """The losses of a sweep whose weights and gradients are sent in 16 bits, and the dtype of the shards."""
     with open_ranks() as ranks:
         sharded = ShardedPartition(ranks, build("llama")[0], ShardingConfig(compute_dtype="bf16", reduce_dtype="bf16"))
         losses = sweep(ranks, optimizer_of(sharded.partition))
     return losses, str(next(sharded.partition.model.parameters()).dtype)
 
 
-def test_parts_are_the_masters_of_what_is_computed_in_bf16() -> None:
-    """8 bits of a value: 4e-3 of it, and some layers of that."""
+def test_shards_are_the_masters_of_a_computation_in_bf16() -> None:
+    """bf16 has 8 bits, an error of 4e-3 of a value, and errors of several layers add up."""
     expected = sweep(Ranks(), alone("llama"))
     for losses, dtype in run_distributed(in_bf16, 2):
         assert losses == pytest.approx(expected, rel=1e-2)

@@ -1,4 +1,4 @@
-"""A pipeline's step has the gradients of one process's step, and nothing is sent in vain."""
+"""A step of a pipeline has the gradients of a step in one process, and nothing is sent that is not used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import blocktrain as bt
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.errors import ConfigError
+from blocktrain.parallel.config import PipelineConfig
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.ranks import Ranks, open_ranks
-from blocktrain.parallel.stages import PipelineConfig
 from blocktrain.testing import run_distributed
 
 WIDTH, VOCABULARY, ROWS, TOKENS, MICRO, STEPS = 16, 32, 2, 8, 4, 2
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 CASES_OF_FOUR = {"1f1b": CASES["1f1b"], "1f1b, a piece of each block": ("gpt2", 2, 4, {})}
 TIED = {name for name, case in (CASES | CASES_OF_FOUR).items() if case[0] == "gpt2"}
 
-# A tied weight's gradient is a sum of what two stages have, taken after and not within the micro-batches: rounding.
+# A tied weight's gradient is summed over two stages after, not within, the micro-batches, so its rounding differs.
 TOLERANCE = 1e-6
 
 
@@ -66,22 +66,22 @@ def micro_batches(seed: int) -> list[dict[str, Tensor]]:
 WEIGHTS = [0.1, 0.2, 0.3, 0.4]
 
 
-def held(optimizer: bt.BlockOptimizer) -> dict[str, Tensor]:
-    """Every gradient of the active block; one that is missing is a mistake here."""
+def gradients_of(optimizer: bt.BlockOptimizer) -> dict[str, Tensor]:
+    """Every gradient of the active block; none may be missing here."""
     found = {name: optimizer.active_block.gradient(name) for name in optimizer.active_block.trained}
     assert all(gradient is not None for gradient in found.values())
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def alone(model: nn.Module, partition: bt.Partition, optimizer: bt.BlockOptimizer, block: bt.Block) -> list[Any]:
-    """A visit in one process: of each step the loss, the gradients and their norm."""
+    """A visit in one process: for each step the loss, the gradients and their norm."""
     found = []
     with optimizer.visit(block):
         for step in range(STEPS):
             losses = [model(**batch).loss * weight for batch, weight in zip(micro_batches(step), WEIGHTS, strict=True)]
             for loss in losses:
                 loss.backward()
-            gradients = {name: gradient.clone() for name, gradient in held(optimizer).items()}
+            gradients = {name: gradient.clone() for name, gradient in gradients_of(optimizer).items()}
             found.append((sum(loss.item() for loss in losses), gradients, float(optimizer.clip_grad_norm())))
             optimizer.step()
             optimizer.zero_grad()
@@ -116,7 +116,7 @@ def compare(ranks: Ranks, case: tuple[str, int, int, dict[str, Any]]) -> dict[st
     )
     result: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "weights": 0.0, "trained": [], "sent": []}
     for block in partition:
-        share = pipeline.share(block)
+        share = pipeline.local_block(block)
         steps = alone(single, reference, expected, reference[block.index])
         with optimizer.visit(share), pipeline.visit(optimizer.active_block):
             for step, (loss, gradients, norm) in enumerate(steps):
@@ -124,7 +124,7 @@ def compare(ranks: Ranks, case: tuple[str, int, int, dict[str, Any]]) -> dict[st
                 hidden = hidden_of(pipeline, block, step, ranks)
                 mine = pipeline.backward(micro_batches(step), weights=WEIGHTS, hidden=hidden)
                 result["loss"] = max(result["loss"], abs(mine - loss) / loss)
-                for name, gradient in held(optimizer).items():
+                for name, gradient in gradients_of(optimizer).items():
                     away = float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
                     result["gradient"] = max(result["gradient"], away)
                 result["norm"] = max(result["norm"], abs(pipeline.clip_grad_norm() - norm) / norm)
@@ -143,7 +143,7 @@ sent: Counter[int] = Counter()  # peer -> bytes
 
 
 def counting() -> None:
-    """Note what is handed to gloo, message by message."""
+    """Count the bytes of every message that is passed to gloo."""
     send = dist.isend
 
     def isend(tensor: Tensor, dst: int | None = None, *args: Any, **keywords: Any) -> Any:
@@ -181,7 +181,7 @@ ALL = [*((name, 2) for name in CASES), *((name, 4) for name in CASES_OF_FOUR)]
 
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_step_is_that_of_one_process(compared: dict[Any, Any], case: tuple[str, int]) -> None:
-    """Micro-batches add up in the same order, so without ties nothing differs, not in the last bit."""
+    """Micro-batches are summed in the same order, so without tied weights everything is bitwise equal."""
     for found in compared[case]:
         exact = case[0] not in TIED
         assert found["loss"] <= (0 if exact else TOLERANCE)
@@ -202,7 +202,7 @@ def test_processes_share_what_is_trained(compared: dict[Any, Any], case: tuple[s
 
 @pytest.mark.parametrize("case", [("gpipe", 2), ("1f1b", 2), ("1f1b", 4)], ids=str)
 def test_nothing_is_sent_back_into_a_frozen_prefix(compared: dict[Any, Any], case: tuple[str, int]) -> None:
-    """Bytes counted at gloo's door: hidden states go up in every visit, gradients down to the active block only."""
+    """Bytes passed to gloo: hidden states are sent up in every visit, gradients down to the active block only."""
     ranks, size = compared[case], case[1]
     begins = [min(rank for rank, found in enumerate(ranks) if found["trained"][block]) for block in range(3)]
     assert begins[-1] > 0, "the last block leaves a frozen prefix"
@@ -214,7 +214,7 @@ def test_nothing_is_sent_back_into_a_frozen_prefix(compared: dict[Any, Any], cas
 
 
 def test_the_piece_of_each_block_and_the_layers_that_remain(compared: dict[Any, Any]) -> None:
-    """Every process has something to train in each visit, and with a stored prefix nobody is idle."""
+    """Every process has something to train in each visit, and with a stored prefix no process is idle."""
     for found in compared["1f1b, a piece of each block", 2]:
         assert all(found["trained"])
         assert found["stages"][0] == found["stages"][1]
@@ -226,8 +226,8 @@ def test_the_piece_of_each_block_and_the_layers_that_remain(compared: dict[Any, 
 
 
 def refuse() -> dict[str, str]:
-    """What each mistake is told."""
-    told = {}
+    """The error message of each mistake."""
+    messages = {}
     with open_ranks() as ranks:
         partition = bt.partition(build("llama"), num_blocks=4)
 
@@ -235,31 +235,31 @@ def refuse() -> dict[str, str]:
             try:
                 pipeline = Pipeline(ranks, partition, PipelineConfig(**settings), costs=[1.0] * 6)
                 optimizer = bt.BlockOptimizer(partition, torch.optim.SGD, lr=0.1)
-                with optimizer.visit(pipeline.share(partition[1])), pipeline.visit(optimizer.active_block):
+                with optimizer.visit(pipeline.local_block(partition[1])), pipeline.visit(optimizer.active_block):
                     pipeline.backward(batches, weights=[1.0] * len(batches), hidden=hidden)
             except (ConfigError, ValueError) as error:
-                told[name] = f"{type(error).__name__}: {error}"
+                messages[name] = f"{type(error).__name__}: {error}"
 
         long = {name: torch.cat([rows, rows], dim=1) for name, rows in micro_batches(0)[0].items()}
         attempt("ragged", [*micro_batches(0), long])
         attempt("few", micro_batches(0)[:1])
         attempt("nothing stored", micro_batches(0), start="boundary")
         attempt("small blocks", micro_batches(0), schedule="interleaved")
-    return told
+    return messages
 
 
 def test_mistakes_are_errors_on_every_process() -> None:
-    for told in run_distributed(refuse, 2):
-        assert "must have one shape" in told["ragged"]
-        assert "at least 2 micro-batches a step" in told["few"]
-        assert "was not given the stored states of micro-batches" in told["nothing stored"]
-        assert "2 processes cannot share the layers of the model" in told["small blocks"]
+    for messages in run_distributed(refuse, 2):
+        assert "must have one shape" in messages["ragged"]
+        assert "at least 2 micro-batches a step" in messages["few"]
+        assert "was not given the stored states of micro-batches" in messages["nothing stored"]
+        assert "2 processes cannot share the layers of the model" in messages["small blocks"]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_zero_bubble_schedules_are_refused(schedule: Any) -> None:
-    """Their active parameters were left without gradients, silently (PyTorch 2.13)."""
-    with pytest.raises(ConfigError, match="and says nothing"):
+    """They leave active parameters without gradients, without an error (PyTorch 2.13)."""
+    with pytest.raises(ConfigError, match="without an error"):
         PipelineConfig(schedule=schedule)
 
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other, and what happens when one of them says nothing."""
+"""The collectives between ranks, and what happens when one of them does not answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocktrain.errors import ConfigError, PeerError
-from blocktrain.parallel.bucketed_all_reduce import IN_FLIGHT, BucketedAllReduce, buckets
+from blocktrain.parallel.bucketed_all_reduce import MAX_IN_FLIGHT, BucketedAllReduce, make_buckets
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.parallel.replicas import checksum
 from blocktrain.testing import run_distributed
@@ -19,48 +19,48 @@ def refuse() -> None:
     raise ConfigError("this cannot be")
 
 
-def talk() -> dict[str, Any]:
+def call_everything() -> dict[str, Any]:
     """Every kind of call once."""
     with open_ranks() as ranks:
-        told: dict[str, Any] = {"rank": ranks.rank, "first": ranks.is_rank0, "size": ranks.size}
-        told["gathered"] = ranks.all_gather([ranks.rank, 2.0**53 - 1, float("nan")])
-        told["from rank 0"] = ranks.rank0_broadcast(
+        results: dict[str, Any] = {"rank": ranks.rank, "first": ranks.is_rank0, "size": ranks.size}
+        results["gathered"] = ranks.all_gather([ranks.rank, 2.0**53 - 1, float("nan")])
+        results["from rank 0"] = ranks.rank0_broadcast(
             lambda: {"rank": ranks.rank, "none": None, "text": "ü", "number": 0.1}
         )
         try:
             ranks.rank0_broadcast(refuse)
         except ConfigError as error:
-            told["refused"] = str(error)
+            results["refused"] = str(error)
         except PeerError as error:
-            told["refused elsewhere"] = str(error)
+            results["refused elsewhere"] = str(error)
         tensors = [torch.full((count,), float(ranks.rank + 1)) for count in (3, 1, 5, 2, 2, 2, 2)]
-        flight = BucketedAllReduce(ranks, dtype=torch.float32)
+        all_reduce = BucketedAllReduce(ranks, dtype=torch.float32)
         for bucket in ([0, 1], [2], [3], [4], [5, 6]):  # more than are in flight at once
-            flight.launch([tensors[index] for index in bucket])
-        flight.land()
-        told["sums"] = [tensor.tolist() for tensor in tensors]
-        told["bytes"] = ranks.payload_bytes
+            all_reduce.start([tensors[index] for index in bucket])
+        all_reduce.wait()
+        results["sums"] = [tensor.tolist() for tensor in tensors]
+        results["bytes"] = ranks.all_reduced_bytes
         ranks.barrier()
-        return told
+        return results
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_kind_of_call(size: int) -> None:
-    told = run_distributed(talk, size)
-    assert [mine["rank"] for mine in told] == list(range(size))
-    assert [mine["first"] for mine in told] == [True] + [False] * (size - 1)
-    for mine in told:
+    results = run_distributed(call_everything, size)
+    assert [mine["rank"] for mine in results] == list(range(size))
+    assert [mine["first"] for mine in results] == [True] + [False] * (size - 1)
+    for mine in results:
         assert [values[:2] for values in mine["gathered"]] == [[float(rank), 2.0**53 - 1] for rank in range(size)]
         assert all(values[2] != values[2] for values in mine["gathered"])
         assert mine["from rank 0"] == {"rank": 0, "none": None, "text": "ü", "number": 0.1}
         total = size * (size + 1) / 2
         assert mine["sums"] == [[total] * count for count in (3, 1, 5, 2, 2, 2, 2)]
         assert mine["bytes"] == 4 * 17
-    assert told[0]["refused"] == "this cannot be"
-    assert all("rank 0 did: this cannot be" in mine["refused elsewhere"] for mine in told[1:])
+    assert results[0]["refused"] == "this cannot be"
+    assert all("rank 0 did: this cannot be" in mine["refused elsewhere"] for mine in results[1:])
 
 
-def test_alone_every_call_hands_back_what_it_was_given() -> None:
+def test_alone_every_call_returns_its_input() -> None:
     with open_ranks() as ranks:
         assert (ranks.rank, ranks.size, ranks.is_rank0) == (0, 1, True)
         assert ranks.all_gather([1, 2.5]) == [[1, 2.5]]
@@ -69,13 +69,13 @@ def test_alone_every_call_hands_back_what_it_was_given() -> None:
         ranks.all_reduce(tensor)()
         ranks.barrier()
         assert tensor.tolist() == [1, 1, 1]
-        assert ranks.payload_bytes == 0
+        assert ranks.all_reduced_bytes == 0
         with pytest.raises(ConfigError, match="this cannot be"):
             ranks.rank0_broadcast(refuse)
 
 
 def hang() -> tuple[str, float]:
-    """Rank 1 comes too late, by more than the timeout that the group was made with."""
+    """Rank 1 calls too late, by more than the timeout of the process group."""
     with open_ranks(timeout_seconds=2) as ranks:
         ranks.barrier()
         if ranks.rank == 1:
@@ -91,17 +91,17 @@ def hang() -> tuple[str, float]:
 
 
 def test_a_hung_peer_is_an_error_on_every_rank_within_the_timeout() -> None:
-    told = run_distributed(hang, 2, timeout_seconds=2, patience_seconds=60)
-    for rank, (message, seconds) in enumerate(told):
+    results = run_distributed(hang, 2, timeout_seconds=2, patience_seconds=60)
+    for rank, (message, seconds) in enumerate(results):
         assert f"rank {rank} of 2 got no answer from the others" in message
         assert "distributed.timeout_seconds = 2" in message
         assert seconds < 3.5
 
 
-def test_buckets_hold_what_fits_in_order() -> None:
-    assert buckets([], 4) == []
-    assert buckets([1, 2, 2, 9, 1], 4) == [[0, 1], [2], [3], [4]]
-    assert IN_FLIGHT >= 1
+def test_buckets_keep_the_order_and_the_limit() -> None:
+    assert make_buckets([], 4) == []
+    assert make_buckets([1, 2, 2, 9, 1], 4) == [[0, 1], [2], [3], [4]]
+    assert MAX_IN_FLIGHT >= 1
 
 
 def test_the_checksum_sees_one_bit_and_the_order_of_tensors() -> None:
@@ -117,8 +117,8 @@ def test_the_checksum_sees_one_bit_and_the_order_of_tensors() -> None:
 
 
 def test_ranks_of_one_are_no_special_case() -> None:
-    flight = BucketedAllReduce(Ranks(), dtype=torch.float32)
+    all_reduce = BucketedAllReduce(Ranks(), dtype=torch.float32)
     tensors = [torch.tensor([1.5]), torch.tensor([2.5])]
-    flight.launch(tensors)
-    flight.land()
+    all_reduce.start(tensors)
+    all_reduce.wait()
     assert [tensor.item() for tensor in tensors] == [1.5, 2.5]

@@ -1,4 +1,4 @@
-"""Plans of a pipeline, without a process: who runs which layers."""
+"""The stages of a pipeline as plain numbers, without processes: who runs which layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 import blocktrain as bt
 from blocktrain.chain.block import Partition
 from blocktrain.errors import ConfigError
-from blocktrain.parallel.stages import PipelineConfig, stages, visit_costs
+from blocktrain.parallel.config import PipelineConfig
+from blocktrain.parallel.stages import stages, visit_costs
 
 EVEN = [1.0] * 12
 
@@ -54,7 +55,7 @@ def test_the_interleaved_schedule_spreads_each_block() -> None:
 def test_what_cannot_be_shared_is_an_error() -> None:
     with pytest.raises(ConfigError, match="13 processes cannot share the layers"):
         plan(cut(3), 0, 13)
-    with pytest.raises(ConfigError, match=r"pieces of 3 stages, and there are 2 processes, .* blocks\.stages = 2"):
+    with pytest.raises(ConfigError, match=r"pieces of 3 stages, but there are 2 processes, .* blocks\.stages = 2"):
         plan(cut(2, 3), 0, 2)
     with pytest.raises(ConfigError, match="needs contiguous blocks"):
         plan(cut(2, 3), 0, 3, schedule="interleaved")

@@ -188,21 +188,21 @@ VARIANTS = {
 }
 
 
-LAYERS, SHARDS = ["distributed.layout=layers"], ["distributed.layout=shards"]
+PIPELINE, FSDP = ["distributed.layout=pipeline"], ["distributed.layout=fsdp"]
 HALVES = ["precision=bf16-exact", "memory.checkpointing=layers"]
 LAYOUTS = {
-    "gpt2, layers": ("gpt2", [*UNCACHED, *LAYERS]),
-    "llama, layers, cached": ("llama", [*CACHED, *LAYERS, "prefix.store=host"]),
-    "gpt2, a piece of each block": ("gpt2", [*CACHED, *LAYERS, "blocks.stages=2", "prefix.store=file"]),
-    "llama, interleaved": ("llama", [*UNCACHED, *LAYERS, "distributed.pipeline=interleaved"]),
-    "llama, layers, masters": ("llama", [*CACHED, *LAYERS, *HALVES, "memory.loss_chunk=8", "prefix.store=host"]),
-    "gpt2, shards": ("gpt2", [*UNCACHED, *SHARDS]),
-    "gpt2, shards, cached": ("gpt2", [*CACHED, *SHARDS, "prefix.store=host"]),
-    "llama, shards, cached": ("llama", [*CACHED, *SHARDS, "prefix.store=file", "schedule.order=descending"]),
-    "llama, shards": ("llama", [*UNCACHED, *SHARDS, "batch.micro_rows=1"]),
-    "llama, shards, halves": ("llama", [*UNCACHED, *SHARDS, *HALVES]),
+    "gpt2, pipeline": ("gpt2", [*UNCACHED, *PIPELINE]),
+    "llama, pipeline, cached": ("llama", [*CACHED, *PIPELINE, "prefix.store=host"]),
+    "gpt2, a piece of each block": ("gpt2", [*CACHED, *PIPELINE, "blocks.stages=2", "prefix.store=file"]),
+    "llama, interleaved": ("llama", [*UNCACHED, *PIPELINE, "distributed.pipeline=interleaved"]),
+    "llama, pipeline, masters": ("llama", [*CACHED, *PIPELINE, *HALVES, "memory.loss_chunk=8", "prefix.store=host"]),
+    "gpt2, fsdp": ("gpt2", [*UNCACHED, *FSDP]),
+    "gpt2, fsdp, cached": ("gpt2", [*CACHED, *FSDP, "prefix.store=host"]),
+    "llama, fsdp, cached": ("llama", [*CACHED, *FSDP, "prefix.store=file", "schedule.order=descending"]),
+    "llama, fsdp": ("llama", [*UNCACHED, *FSDP, "batch.micro_rows=1"]),
+    "llama, fsdp, halves": ("llama", [*UNCACHED, *FSDP, *HALVES]),
 }
-OF_FOUR = ["gpt2, layers", "gpt2, shards"]  # six layers are too few for more
+OF_FOUR = ["gpt2, pipeline", "gpt2, fsdp"]  # six layers are too few for more
 
 
 ALIKE = ["gpt2, cached", "llama, uncached", "grown by copies"]  # with two micro-batches in one process
@@ -241,7 +241,7 @@ def test_other_layouts_have_the_same_losses(runs: dict[int, Path], name: str, si
     assert len(curve(one)) >= 12
     assert close(curve(one), curve(other), tolerance)
     assert close(evaluations(one), evaluations(other), tolerance)
-    without_remainders = {file for file in learned(one) if "shards" not in name or "remainder" not in file}
+    without_remainders = {file for file in learned(one) if "fsdp" not in name or "remainder" not in file}
     assert learned(other).keys() == without_remainders  # parts are fp32
 
 
@@ -267,8 +267,8 @@ def test_the_cache_changes_nothing_and_each_row_is_computed_by_one_rank(runs: di
 
 def test_shards_have_a_cache_too(runs: dict[int, Path]) -> None:
     """It changes nothing; no row is computed twice, by whatever number of processes."""
-    assert learned(runs[2] / "gpt2, shards, cached") == learned(runs[2] / "gpt2, shards")
-    for name in ("gpt2, shards, cached", "llama, shards, cached"):
+    assert learned(runs[2] / "gpt2, fsdp, cached") == learned(runs[2] / "gpt2, fsdp")
+    for name in ("gpt2, fsdp, cached", "llama, fsdp, cached"):
         together, alone = events_of(runs[2] / name, "cached"), events_of(runs[1] / name, "cached")
         assert len(together) == 2
         for counted in ("rows", "hits", "computed", "bytes", "stale", "damaged"):
@@ -297,13 +297,13 @@ def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
 
 
 def test_shards_give_their_cache_up_together(runs: dict[int, Path], mapping, tmp_path: Path) -> None:
-    values = mapping("gpt2", *CACHED, *SHARDS, "prefix.store=file")
+    values = mapping("gpt2", *CACHED, *FSDP, "prefix.store=file")
     told = run_distributed(fill_the_disk_of_rank_1, 2, str(tmp_path / "run"), values)
     begun = "training goes on without a prefix cache: "
     assert [len(said) for said in told] == [1, 1]
     assert told[0][0].startswith(f"{begun}another process cannot store or read its rows")
     assert told[1][0].startswith(f"{begun}no room left while writing")
-    assert learned(tmp_path / "run") == learned(runs[2] / "gpt2, shards")
+    assert learned(tmp_path / "run") == learned(runs[2] / "gpt2, fsdp")
     assert [event["place"] for event in events_of(tmp_path / "run", "cache")] == ["file", None]
 
 
@@ -348,10 +348,10 @@ def stop_after(folder: str, mapping: Mapping | None, overrides: list[str], step:
 
 
 MOVES = [
-    (2, ["distributed.layout=layers"]),
-    (2, ["distributed.layout=shards"]),
-    (1, ["distributed.layout=rows", "precision=bf16-exact", "memory.checkpointing=layers"]),
-    (2, ["distributed.layout=layers", "precision=fp32", "prefix.store=host"]),
+    (2, ["distributed.layout=pipeline"]),
+    (2, ["distributed.layout=fsdp"]),
+    (1, ["distributed.layout=data", "precision=bf16-exact", "memory.checkpointing=layers"]),
+    (2, ["distributed.layout=pipeline", "precision=fp32", "prefix.store=host"]),
 ]
 
 
@@ -367,13 +367,13 @@ def test_a_run_is_moved_from_layout_to_layout_in_the_middle_of_its_visits(mappin
         run_distributed(stop_after, size, str(tmp_path / "run"), begun, overrides, step)
     told = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [session["step"] for session in told["sessions"]] == [0, *at[:-1]]
-    assert told["config"]["distributed"]["layout"] == "layers"
+    assert told["config"]["distributed"]["layout"] == "pipeline"
     assert [event["step"] for event in events_of(tmp_path / "run", "step")] == list(range(1, steps + 1))
     assert close(curve(whole)[: at[2]], curve(tmp_path / "run")[: at[2]])
     assert close(curve(whole), curve(tmp_path / "run"), IN_BF16)
     assert close(curve(whole)[at[3] :], curve(tmp_path / "run")[at[3] :])  # not a bit was lost meanwhile
     assert [(event["precision"], event["layout"]) for event in events_of(tmp_path / "run", "run")] == [
-        ("fp32", "rows"), ("fp32", "layers"), ("fp32", "shards"), ("bf16-exact", "rows"), ("fp32", "layers")
+        ("fp32", "data"), ("fp32", "pipeline"), ("fp32", "fsdp"), ("bf16-exact", "data"), ("fp32", "pipeline")
     ]  # fmt: skip
 
 
@@ -415,7 +415,7 @@ def test_what_stops_one_rank_stops_all_with_a_reason(mapping, tmp_path: Path) ->
     assert "already holds a run" in taken[1][1]
 
 
-@pytest.mark.parametrize("layout", ["rows", "layers", "shards"])
+@pytest.mark.parametrize("layout", ["data", "pipeline", "fsdp"])
 def test_a_visit_whose_steps_are_all_skipped_is_saved(mapping, tmp_path: Path, layout: str) -> None:
     """Its block has changed in nothing, and has a state for the first time."""
     values = mapping("gpt2", f"distributed.layout={layout}", "optimizer.lr=1e30", "on_nonfinite=skip")
@@ -424,17 +424,17 @@ def test_a_visit_whose_steps_are_all_skipped_is_saved(mapping, tmp_path: Path, l
     assert len(learned(tmp_path / "run")) == 6
 
 
-UNEVEN = [*LAYERS, "batch.rows=6", "batch.micro_rows=2"]
-FOUR_STAGES = [*LAYERS, "model.config.n_layer=6", "blocks.count=2", "blocks.stages=4"]
+UNEVEN = [*PIPELINE, "batch.rows=6", "batch.micro_rows=2"]
+FOUR_STAGES = [*PIPELINE, "model.config.n_layer=6", "blocks.count=2", "blocks.stages=4"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (UNEVEN, "batch.micro_rows = 2 must divide the 3 rows of a step"),
-        (FOUR_STAGES, "there are 2 processes, which run one each"),
-        ([*SHARDS, "blocks.largest=400"], "which cannot be sharded"),
-        ([*LAYERS, "distributed.pipeline=interleaved", "blocks.count=6"], "cannot share the layers"),
+        (FOUR_STAGES, "there are 2 processes, which run one stage each"),
+        ([*FSDP, "blocks.largest=400"], "which cannot be sharded"),
+        ([*PIPELINE, "distributed.pipeline=interleaved", "blocks.count=6"], "cannot share the layers"),
     ],
 )
 def test_what_cannot_be_laid_out_is_found_before_anything_is_written(
@@ -457,10 +457,10 @@ def test_a_move_that_fails_is_forgotten(tiny, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["distributed.layout=shards", "optimizer.name=Muon"], "does not go with optimizer.name = 'Muon'"),
-        (["distributed.layout=layers", "precision=int8"], "'layers' does not go with precision = 'int8'"),
-        (["distributed.layout=layers", "schedule.span=suffix"], "does not go with schedule.span = 'suffix'"),
-        (["distributed.layout=layers", "distributed.sync_every=2"], "set layout = 'rows', not 'layers'"),
+        (["distributed.layout=fsdp", "optimizer.name=Muon"], "does not go with optimizer.name = 'Muon'"),
+        (["distributed.layout=pipeline", "precision=int8"], "'pipeline' does not go with precision = 'int8'"),
+        (["distributed.layout=pipeline", "schedule.span=suffix"], "does not go with schedule.span = 'suffix'"),
+        (["distributed.layout=pipeline", "distributed.sync_every=2"], "set layout = 'data', not 'pipeline'"),
     ],
 )
 def test_what_a_layout_does_not_go_with_is_named(mapping, overrides: list[str], reason: str) -> None:

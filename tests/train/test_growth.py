@@ -181,7 +181,7 @@ def test_what_is_left_out_is_not_saved_by_a_cache_too(tiny, tmp_path: Path) -> N
 def test_a_grown_run_that_is_moved_to_another_layout_is_still_reported(tiny, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         bt.run(tiny(ZERO), tmp_path, listeners=[crash])
-    bt.resume(tmp_path, ["distributed.layout=layers"])
+    bt.resume(tmp_path, ["distributed.layout=pipeline"])
     record = RunRecord.load(tmp_path)
     assert record.end is not None
     assert record.flops_until(record.steps_done) == record.end.flops
@@ -196,7 +196,7 @@ def test_a_layer_is_run_from_the_visit_on_that_reaches_it(tiny, tmp_path: Path) 
     assert outside(tiny(ZERO, "schedule.span=suffix"), tmp_path) == [(0, 0), (1, 0), (2, 0)]
     moving = ("optimizer.tail=sgd", "optimizer.max_grad_norm=none")
     assert outside(tiny(ZERO, *moving), tmp_path) == [(0, 0), (1, 0), (2, 0)]
-    for key in ("distributed.layout=layers", "distributed.layout=shards", "blocks.frozen_dropout=true"):
+    for key in ("distributed.layout=pipeline", "distributed.layout=fsdp", "blocks.frozen_dropout=true"):
         assert outside(tiny(ZERO, key), tmp_path) == [(0, 0), (1, 0), (2, 0)]
 
 
@@ -218,5 +218,5 @@ def test_what_cannot_begin_so_is_refused(tiny, tmp_path: Path) -> None:
     ModelConfig(path="m", weights="random", zero_residuals=True)
     with pytest.raises(ConfigError, match="begin as the identity: set zero_residuals = true"):
         ModelConfig(architecture="gpt2", grown_layers="copied")
-    with pytest.raises(ConfigError, match=r"'shards' does not go with model\.grown_layers = 'copied'; change it"):
-        tiny(ZERO, "model.grown_layers=copied", "distributed.layout=shards")
+    with pytest.raises(ConfigError, match=r"'fsdp' does not go with model\.grown_layers = 'copied'; change it"):
+        tiny(ZERO, "model.grown_layers=copied", "distributed.layout=fsdp")

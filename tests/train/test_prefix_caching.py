@@ -242,8 +242,10 @@ def test_off_says_nothing_and_named_stores_measure_nothing(train: Run, config, t
 def test_a_visit_s_start_reads_the_weights_below_it_once(config, tmp_path: Path, monkeypatch):
     """Deciding and opening both want their fingerprints; of a large model these take many seconds."""
     read: list[str] = []
-    real = Fingerprints._read
-    monkeypatch.setattr(Fingerprints, "_read", lambda self, layer: (read.append(layer.name), real(self, layer))[1])
+    real = Fingerprints._hash_layer
+    monkeypatch.setattr(
+        Fingerprints, "_hash_layer", lambda self, layer: (read.append(layer.name), real(self, layer))[1]
+    )
     bt.run(config("prefix.store=host", "schedule.sweeps=1", "schedule.visit=1 epochs"), tmp_path / "run")
     below = ["embedding", "transformer.h.0", "transformer.h.1"]
     assert read == [*below[:2], *below]  # of the second visit, of the third

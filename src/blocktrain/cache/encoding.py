@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["compute", "bf16", "int8"]
-Fields = dict[str, Tensor]  # what is stored of a batch of rows, first dimension the rows
+EncodingKind = Literal["compute", "bf16", "int8"]
+Fields = dict[str, Tensor]  # what is stored for a batch of rows; the first dimension counts the rows
 
 
 @dataclass(frozen=True)
 class Encoding:
     """Turns hidden states (B, ..., d) into stored fields and back."""
 
-    kind: Kind
+    kind: EncodingKind
 
     def encode(self, hidden: Tensor) -> Fields:
         """`data`, and for int8 `scale` (B, ..., 1): the largest magnitude of each token over 127."""
@@ -32,13 +32,13 @@ class Encoding:
                 return {"data": (values / scale).round_().to(torch.int8), "scale": scale}
 
     def decode(self, fields: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The hidden states in `dtype`; exactly what was encoded for "compute"."""
+        """The hidden states in `dtype`; with kind "compute", exactly those that were encoded."""
         if self.kind == "int8":
             return (fields["data"].float() * fields["scale"]).to(dtype)
         return fields["data"].to(dtype)
 
     def error(self, hidden: Tensor) -> float:
-        """Root mean square of what encoding loses, relative to that of `hidden`."""
+        """The root mean square of the error that encoding makes, relative to the root mean square of `hidden`."""
         if self.kind == "compute":
             return 0.0
         lost = self.decode(self.encode(hidden), torch.float32) - hidden.float()

@@ -1,12 +1,13 @@
 """What is in a store, and whether it may be used: nothing stale, half-written or damaged is ever read.
 
-For each slot the ledger has the level whose hidden states it holds (0: none) and their checksum; for each level the
-fingerprint of everything below it that made them. Beside a file store it lies on disk, in two files
+For each slot the ledger has the boundary whose hidden states it holds (0: the slot is empty) and their checksum. For
+each boundary it has the fingerprint of the layers below, which computed them. The ledger of a file store is on disk
+beside it, in two files
 
-    ledger.json     key: rows, encoding, versions; fingerprint of the layers below each level
-    slots.bin       level and CRC-32 of each slot, marked only after the slot's row was written
+    ledger.json     key: rows, encoding, versions; fingerprint of the layers below each boundary
+    slots.bin       boundary and CRC-32 of each slot, marked only after the slot's row was written
 
-so that a run that is resumed in mid-visit finds what it had stored and checks it.
+so that a run that is resumed in the middle of a visit finds the rows that it had stored and checks them.
 """
 
 from __future__ import annotations
@@ -17,123 +18,127 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from blocktrain.cache.encoding import Fields
-from blocktrain.cache.store import Store, as_bytes, claim
+from blocktrain.cache.store import Store, as_bytes, reserve
 from blocktrain.chain.chain import Chain, Layer
 from blocktrain.errors import storage_errors
 from blocktrain.modules.placeholder import backing_tensors
 
-CODE_VERSION = 1  # raise it when the same key would store other bytes
-_SLOT = np.dtype([("level", np.int32), ("crc", np.uint32)])
+CODE_VERSION = 1  # to be raised when the code would store other bytes under the same key
+_SLOT = np.dtype([("boundary", np.int32), ("crc", np.uint32)])
 
-Key = Mapping[str, Any]
+Key = Mapping[str, object]  # plain JSON values: what the rows in the slots are
 
 
 class Fingerprints:
-    """For each level, SHA-256 of every parameter and buffer of the layers below it, in forward order.
+    """For each boundary, SHA-256 of every parameter and buffer of the layers below it, in forward order.
 
-    A layer is read once, when a level above it is first asked for. So one of these is good until a weight changes, and
-    whoever starts a visit has one. together: of weights that are in parts, from the digest of this process's the one of
-    all; then every process must ask for the same levels.
+    A layer is read once, when a boundary above it is first asked for. So an instance is valid until a weight changes,
+    and each visit makes its own.
+
+    combine: turns this rank's digest into the digest of the whole weight (sharded weights only). It is collective, so
+        every rank must ask for the same boundaries.
     """
 
-    def __init__(self, chain: Chain, *, together: Callable[[str], str] = str):
+    def __init__(self, chain: Chain, *, combine: Callable[[str], str] = str):
         self._chain = chain
-        self._together = together
-        self._digest = hashlib.sha256()
-        self._found = [self._digest.hexdigest()]  # by level, as far as has been read
+        self._combine = combine
+        self._hash = hashlib.sha256()
+        self._digests = [self._hash.hexdigest()]  # by boundary, as far as layers have been read
 
-    def at(self, levels: Iterable[int]) -> dict[int, str]:
-        """Of those of `levels` that the chain has."""
-        wanted = sorted(level for level in set(levels) if level < len(self._chain.layers))
-        for layer in self._chain.layers[len(self._found) - 1 : wanted[-1] if wanted else 0]:
-            self._read(layer)
-            self._found.append(self._together(self._digest.hexdigest()))
-        return {level: self._found[level] for level in wanted}
+    def at(self, boundaries: Iterable[int]) -> dict[int, str]:
+        """The fingerprints at those of `boundaries` that the chain has."""
+        wanted = sorted(boundary for boundary in set(boundaries) if boundary < len(self._chain.layers))
+        for layer in self._chain.layers[len(self._digests) - 1 : wanted[-1] if wanted else 0]:
+            self._hash_layer(layer)
+            self._digests.append(self._combine(self._hash.hexdigest()))
+        return {boundary: self._digests[boundary] for boundary in wanted}
 
-    def _read(self, layer: Layer) -> None:
+    def _hash_layer(self, layer: Layer) -> None:
         for path, module in layer.modules.items():
             for name, tensor in [*module.named_parameters(path), *module.named_buffers(path)]:
-                self._digest.update(name.encode())
-                for part in backing_tensors(tensor):  # of resting weights, their packed form
-                    here = part.to_local() if isinstance(part, DTensor) else part
-                    self._digest.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                self._hash.update(name.encode())
+                for part in backing_tensors(tensor):  # the quantized tensors of a weight that is stored quantized
+                    local = part.to_local() if isinstance(part, DTensor) else part
+                    self._hash.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class Ledger:
-    """Which slots hold what. In memory, or in `folder`, where an earlier one with the same key is taken up."""
+    """Which slots hold which boundary: in memory, or in `folder`, where it continues an earlier ledger of equal key."""
 
     def __init__(self, num_slots: int, *, key: Key, folder: Path | None = None):
         self.key = {"code": CODE_VERSION, "slots": num_slots, **key}
-        self.made_from: dict[int, str] = {}  # level -> fingerprint of the layers below it
+        self.made_from: dict[int, str] = {}  # boundary -> fingerprint of the layers below it
         self._folder = folder
         if folder is None:
             self._slots = np.zeros(num_slots, _SLOT)
             return
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            known = self._saved_key()
+            known = self._load()
             with (folder / "slots.bin").open("r+b" if known else "w+b") as file:
-                claim(file.fileno(), num_slots * _SLOT.itemsize)
+                reserve(file.fileno(), num_slots * _SLOT.itemsize)
             self._slots = np.memmap(folder / "slots.bin", _SLOT, "r+", shape=(num_slots,))
             if not known:
                 self._save()
 
     @property
-    def levels(self) -> np.ndarray:
-        """The level each slot holds, int32 (slots,); 0 where it holds nothing."""
-        return self._slots["level"]
+    def boundaries(self) -> np.ndarray:
+        """The boundary whose hidden states each slot holds, int32 (slots,); 0 where the slot is empty."""
+        return self._slots["boundary"]
 
-    def mark(self, slots: np.ndarray, level: int, rows: Fields) -> None:
-        """Note that `slots` now hold `rows` of `level`; call it after they were written."""
+    def mark(self, slots: np.ndarray, boundary: int, rows: Fields) -> None:
+        """Record that `slots` now hold `rows` of `boundary`; to be called after the rows were written."""
         if self._folder is not None:
-            self._slots["crc"][slots] = checksums(rows, np.full(len(slots), level))
-        self._slots["level"][slots] = level
+            self._slots["crc"][slots] = checksums(rows, np.full(len(slots), boundary))
+        self._slots["boundary"][slots] = boundary
 
     def unmark(self, slots: np.ndarray | slice) -> None:
-        """Forget what is in `slots`; call it before they are written over."""
-        self._slots["level"][slots] = 0
+        """Record that `slots` are empty; to be called before they are overwritten."""
+        self._slots["boundary"][slots] = 0
 
-    def refuse_stale(self, now: Mapping[int, str]) -> int:
-        """Forget slots whose level is not in `now` with the fingerprint they were made from; returns how many."""
-        fresh = {level for level, digest in now.items() if self.made_from.get(level) == digest}
-        stale = [level for level in np.unique(self.levels).tolist() if level and level not in fresh]
-        slots = np.isin(self.levels, stale)
+    def drop_stale(self, current: Mapping[int, str]) -> int:
+        """Empty the slots whose boundary does not have the fingerprint that made them in `current`; returns how many.
+
+        current: boundary -> fingerprint, of the weights as they are. Rows marked from now on are made from it.
+        """
+        fresh = {boundary for boundary, digest in current.items() if self.made_from.get(boundary) == digest}
+        stale = [at for at in np.unique(self.boundaries).tolist() if at and at not in fresh]
+        slots = np.isin(self.boundaries, stale)
         self.unmark(np.flatnonzero(slots))
-        self.made_from = dict(now)
+        self.made_from = dict(current)
         self._save()
         return int(slots.sum())
 
-    def refuse_damaged(self, store: Store, *, rows_at_once: int = 64) -> int:
-        """Read every marked slot back and forget those whose checksum differs; returns how many."""
-        marked, damaged = np.flatnonzero(self.levels), 0
+    def drop_damaged(self, store: Store, *, rows_at_once: int = 64) -> int:
+        """Read every marked slot back and empty those whose checksum differs; returns how many."""
+        marked, damaged = np.flatnonzero(self.boundaries), 0
         for start in range(0, len(marked), rows_at_once):
             slots = marked[start : start + rows_at_once]
-            wrong = slots[checksums(store.read(slots), self.levels[slots]) != self._slots["crc"][slots]]
+            wrong = slots[checksums(store.read(slots), self.boundaries[slots]) != self._slots["crc"][slots]]
             self.unmark(wrong)
             damaged += len(wrong)
         return damaged
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Delete the ledger's files unless they are to stay."""
+        """Delete the ledger's files unless `keep_files`."""
         if self._folder is not None and not keep_files:
             for name in ("slots.bin", "ledger.json"):
                 (self._folder / name).unlink(missing_ok=True)
 
-    def _saved_key(self) -> bool:
-        """Whether the folder holds a ledger of the same key; its fingerprints are then taken up."""
+    def _load(self) -> bool:
+        """Load the fingerprints of the ledger in the folder; returns whether there is one and its key is equal."""
         path = Path(self._folder or "") / "ledger.json"
         try:
             saved = json.loads(path.read_text())
             if saved["key"] != json.loads(json.dumps(self.key)) or not (path.parent / "slots.bin").is_file():
                 return False
-            self.made_from = {int(level): digest for level, digest in saved["made_from"].items()}
+            self.made_from = {int(boundary): digest for boundary, digest in saved["made_from"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
@@ -148,9 +153,9 @@ class Ledger:
             os.replace(temporary, path)
 
 
-def checksums(rows: Fields, levels: np.ndarray) -> np.ndarray:
-    """CRC-32 of each row over all fields in order, begun with its level: (B,) int -> uint32 (B,)."""
-    found = levels.astype(np.uint32)
+def checksums(rows: Fields, boundaries: np.ndarray) -> np.ndarray:
+    """CRC-32 of each row over all fields in order, seeded with its boundary: (B,) int -> uint32 (B,)."""
+    found = boundaries.astype(np.uint32)
     for name in sorted(rows):
         for index, row in enumerate(as_bytes(rows[name])):
             found[index] = zlib.crc32(row, int(found[index]))

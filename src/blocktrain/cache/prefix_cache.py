@@ -1,13 +1,15 @@
-"""The prefix cache: hidden states of a subset's rows, each computed once from the nearest thing that is stored.
+"""The prefix cache: the hidden states of a subset's rows, each computed once, from the nearest boundary that is stored.
 
-ascending    one kept; a visit finds the rows at the boundary of the block before and takes them from there
-             through that block alone, in place: a sweep costs one forward pass over the subset in all
+ascending    one store; a visit finds the rows at the boundary of the block before, and advances them in place
+             through that block alone: a sweep costs one forward pass over the subset in all
 
-    visit to block 1    inputs  --block 0--> level 1
-    visit to block 2    level 1 --block 1--> level 2
+    visit to block 1    inputs                --block 0--> boundary of block 1
+    visit to block 2    boundary of block 1   --block 1--> boundary of block 2
 
-descending   one kept a boundary; the first visit's forward pass fills them all, and none goes stale
+descending   one store for each boundary; the first visit's forward pass fills them all, and none goes stale
              while the blocks above it are trained
+
+Boundary i is the one below layer i, so boundary 0 is the model's inputs.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from blocktrain.errors import StorageError
 from blocktrain.runtime import SideStream
 
 MakeStore = Callable[[str, int, RowLayout], Store]  # (name, slots, layout) -> store
-Batch = Mapping[str, Any]
+Batch = Mapping[str, Any]  # the model's inputs; values that are not tensors belong to all rows
 
 
 @dataclass(kw_only=True)
-class Statistics:
-    """What the cache did in a visit."""
+class CacheStatistics:
+    """Counts and times of the cache in one visit."""
 
-    asked: int = 0  # rows that steps asked for
-    hits: int = 0  # of these, found at the level asked for
+    requested: int = 0  # rows that steps asked for
+    hits: int = 0  # requested rows that were stored at the visit's boundary
     computed: int = 0  # rows run through some layers, for a step or ahead of it
-    layers_run: dict[tuple[int, int], int] = field(default_factory=dict)  # (from level, to level) -> rows
-    stale: int = 0  # slots refused because the layers below them had changed
-    damaged: int = 0  # slots refused for their checksum
-    bytes_stored: int = 0  # room claimed
+    layers_run: dict[tuple[int, int], int] = field(default_factory=dict)  # (from boundary, to boundary) -> rows
+    stale: int = 0  # slots dropped because the layers below them had changed
+    damaged: int = 0  # slots dropped because their checksum differed
+    bytes_stored: int = 0  # room allocated
     fill_seconds: float = 0.0  # computing and storing
-    wait_seconds: float = 0.0  # a step waiting for stored rows
+    wait_seconds: float = 0.0  # steps waiting for stored rows
     encoding_error: float = 0.0  # relative, of the first rows stored
 
 
@@ -58,221 +60,230 @@ class BoundaryStore:
     ledger: Ledger
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Both of them."""
+        """Close both; `keep_files` leaves their files in place."""
         self.store.close(keep_files=keep_files)
         self.ledger.close(keep_files=keep_files)
 
 
 class PrefixCache:
-    """Hidden states of `num_slots` rows at the boundary of the active block.
+    """Hidden states of `num_slots` rows at the boundary below the active block.
 
-    make_store: makes the room for a kept. levels: boundaries to keep as they are passed (descending order); None
-    keeps one kept and moves it up (any other order).
+    make_store: makes a store from its name, the number of slots and the layout of a slot.
+    boundaries: the boundaries to store as a forward pass crosses them (descending order). With None there is one store,
+        whose rows are advanced from boundary to boundary (any other order).
     """
 
     def __init__(
         self,
-        cut: BoundaryRunner,
+        runner: BoundaryRunner,
         *,
         num_slots: int,
         encoding: Encoding,
         make_store: MakeStore,
-        levels: Sequence[int] | None = None,
+        boundaries: Sequence[int] | None = None,
     ):
-        self.cut = cut
+        self.runner = runner
         self.encoding = encoding
-        self.statistics = Statistics()
-        self.level = 0
+        self.statistics = CacheStatistics()
+        self.boundary = 0  # of the current visit
         self._num_slots = num_slots
         self._make_store = make_store
-        self._levels = None if levels is None else sorted(levels)
+        self._boundaries = None if boundaries is None else sorted(boundaries)
         self._key: Key = {}
         self._dtype = torch.float32
         self._stores: dict[str, BoundaryStore] = {}
-        self._current = ""  # the kept in use where there is one for all levels
+        self._current = ""  # the name of the store in use, where one store serves all boundaries
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="blocktrain-prefetch")
-        self._coming: tuple[np.ndarray, Future[Fields]] | None = None
-        self._side = SideStream(next(cut.chain.model.parameters()).device)
+        self._prefetched: tuple[np.ndarray, Future[Fields]] | None = None  # slots, and their rows being read
+        self._side = SideStream(next(runner.chain.model.parameters()).device)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    def open(self, level: int, *, key: Key, sample: Batch, now: Fingerprints | None = None) -> None:
-        """Start a visit whose active block begins at `level` >= 1.
+    def open(self, boundary: int, *, key: Key, sample: Batch, fingerprints: Fingerprints | None = None) -> None:
+        """Start a visit whose active block begins at `boundary` >= 1.
 
-        key: what the rows in the slots are (another key empties the cache).
-        sample: a batch of at least one row. It is run to check the boundary (`BoundaryError`) and to learn the rows'
-            shape.
-        now: fingerprints of the weights as they are, if `held` has computed them already.
+        key: what the rows in the slots are. Another key than before empties the cache.
+        sample: a batch of at least one row. It is run to check the boundary (raises `BoundaryError`) and to learn the
+            rows' shape.
+        fingerprints: of the weights as they are, if the caller has them already.
         """
-        self._settle()
-        if key != self._key:
+        self._discard_prefetched()
+        if not self.matches(key):
             self.clear()
             self._key = dict(key)
-        self.statistics = Statistics()
-        self.level = level
-        self.cut.check(sample, level)
-        targets = [level] if self._levels is None else [at for at in self._levels if at <= level]
-        states = self.cut.states(sample, targets)
-        self._dtype = states[level].dtype
-        for at in targets:
-            self._claim(at, layout_of(self.encoding.encode(states[at])))
-        self._drop_useless(level, now or Fingerprints(self.cut.chain))
+        self.statistics = CacheStatistics()
+        self.boundary = boundary
+        self.runner.check(sample, boundary)
+        targets = [boundary] if self._boundaries is None else [at for at in self._boundaries if at <= boundary]
+        states = self.runner.states(sample, targets)
+        self._dtype = states[boundary].dtype
+        for target in targets:
+            self._ensure_store(target, layout_of(self.encoding.encode(states[target])))
+        self._drop_unusable(boundary, fingerprints or Fingerprints(self.runner.chain))
         self.statistics.bytes_stored = self.nbytes
 
-    def holds(self, key: Key) -> bool:
+    def matches(self, key: Key) -> bool:
         """Whether the slots are those of `key`."""
         return key == self._key
 
-    def held(self, level: int, *, key: Key, now: Fingerprints | None = None) -> dict[int, int]:
-        """How many slots could be filled from which level (0: from the inputs) in a visit at `level`; now: see
-        `open`."""
-        ledgers = [kept.ledger for kept in self._stores.values()] if key == self._key else []
-        below = {int(at) for ledger in ledgers for at in np.unique(ledger.levels) if 0 < at <= level}
-        made_now = (now or Fingerprints(self.cut.chain)).at(below)
+    def rows_by_source(self, boundary: int, *, key: Key, fingerprints: Fingerprints | None = None) -> dict[int, int]:
+        """How many slots a visit at `boundary` could fill from each stored boundary (0: from the inputs).
+
+        fingerprints: see `open`.
+        """
+        ledgers = [stored.ledger for stored in self._stores.values()] if self.matches(key) else []
+        below = {int(at) for ledger in ledgers for at in np.unique(ledger.boundaries) if 0 < at <= boundary}
+        current = (fingerprints or Fingerprints(self.runner.chain)).at(below)
         best = np.zeros(self._num_slots, np.int32)
         for ledger in ledgers:
-            fresh = [at for at in below if ledger.made_from.get(at) == made_now.get(at)]
-            np.maximum(best, np.where(np.isin(ledger.levels, fresh), ledger.levels, 0), out=best)
+            fresh = [at for at in below if ledger.made_from.get(at) == current.get(at)]
+            np.maximum(best, np.where(np.isin(ledger.boundaries, fresh), ledger.boundaries, 0), out=best)
         return {int(at): int((best == at).sum()) for at in np.unique(best)}
 
     @property
     def nbytes(self) -> int:
-        """Room claimed."""
-        return sum(kept.store.nbytes for kept in self._stores.values())
+        """Room allocated in all stores."""
+        return sum(stored.store.nbytes for stored in self._stores.values())
 
     def clear(self) -> None:
-        """Give all room back and delete all files."""
+        """Free all room and delete all files."""
         self._close_stores(keep_files=False)
 
     def close(self, *, keep_files: bool = False) -> None:
-        """The cache is needed no more; `keep_files` where the run is only interrupted."""
+        """Close the cache for good; `keep_files` where the run is only interrupted."""
         self._reader.shutdown(wait=True)
         self._close_stores(keep_files=keep_files)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def fetch(self, slots: np.ndarray, batch: Batch) -> Tensor:
-        """Hidden states at the visit's level for `slots`, (B, ...), on the model's device; rows that are not stored
+        """Hidden states at the visit's boundary for `slots`, (B, ...), on the model's device; rows that are not stored
         there are computed from `batch` (the model's inputs for these slots) and stored."""
-        here = int((self._store_of(self.level).ledger.levels[slots] == self.level).sum())
-        if here < len(slots):
+        hits = int(self._are_stored(slots).sum())
+        if hits < len(slots):
             hidden = self.fill(slots, batch)
         else:
             start = time.perf_counter()
-            hidden = self._awaited(slots)
+            hidden = self._read_or_await(slots)
             self.statistics.wait_seconds += time.perf_counter() - start
-        self.statistics.asked += len(slots)  # only now: a full disk sends the caller back to the whole model
-        self.statistics.hits += here
+        self.statistics.requested += len(slots)  # not before: on a full disk the caller runs the whole model instead
+        self.statistics.hits += hits
         return hidden
 
     def fill(self, slots: np.ndarray, batch: Batch) -> Tensor:
-        """The same without a step that asks: compute and store what is missing of `slots`."""
+        """Like `fetch`, but not counted as a request: computes and stores those of `slots` that are missing."""
         start = time.perf_counter()
-        kept = self._store_of(self.level)
-        here = kept.ledger.levels[slots] == self.level
-        parts = [(np.flatnonzero(here), self._read(kept, slots[here]))] if here.any() else []
-        for at, (level, kept) in self._sources(slots, ~here):
-            hidden = None if kept is None else self._read(kept, slots[at])
-            parts.append((at, self._compute(level, hidden, slots[at], _rows_of(batch, at, len(slots)))))
+        here = self._are_stored(slots)
+        parts = [(np.flatnonzero(here), self._read(self._store_at(self.boundary), slots[here]))] if here.any() else []
+        for rows, source, below in self._group_by_source(slots, ~here):
+            hidden = None if below is None else self._read(below, slots[rows])
+            parts.append((rows, self._compute(source, hidden, slots[rows], _rows_of(batch, rows, len(slots)))))
         self.statistics.fill_seconds += time.perf_counter() - start
         if len(parts) == 1:
             return parts[0][1]
-        order = np.argsort(np.concatenate([at for at, _ in parts]))
+        order = np.argsort(np.concatenate([rows for rows, _ in parts]))
         return torch.cat([hidden for _, hidden in parts])[torch.from_numpy(order).to(self._side.device)]
 
     def prefetch(self, slots: np.ndarray) -> None:
-        """Start reading `slots` in the background if they are all stored: the next `fetch` will ask for them."""
-        kept = self._store_of(self.level)
-        if (kept.ledger.levels[slots] == self.level).all():
-            self._coming = (slots, self._reader.submit(self._fetched, kept, slots))
+        """Start reading `slots`, which the next `fetch` will ask for, in the background if all of them are stored."""
+        if self._are_stored(slots).all():
+            self._prefetched = (slots, self._reader.submit(self._read_fields, self._store_at(self.boundary), slots))
 
     def missing(self, slots: np.ndarray) -> np.ndarray:
         """Those of `slots` that a fetch would have to compute."""
-        return slots[self._store_of(self.level).ledger.levels[slots] != self.level]
+        return slots[~self._are_stored(slots)]
 
-    # -- parts ----------------------------------------------------------------------------------------------------
+    def _are_stored(self, slots: np.ndarray) -> np.ndarray:
+        """Whether each of `slots` is stored at the visit's boundary, bool."""
+        return self._store_at(self.boundary).ledger.boundaries[slots] == self.boundary
 
-    def _close_stores(self, *, keep_files: bool) -> None:
-        self._settle()
-        for kept in self._stores.values():
-            kept.close(keep_files=keep_files)
-        self._stores = {}
+    # -- reading --------------------------------------------------------------------------------------------------
 
-    def _awaited(self, slots: np.ndarray) -> Tensor:
-        coming, self._coming = self._coming, None
-        if coming is not None and np.array_equal(coming[0], slots):
-            return self._decoded(coming[1].result())
-        return self._read(self._store_of(self.level), slots)
+    def _read_or_await(self, slots: np.ndarray) -> Tensor:
+        """The hidden states of `slots`, which are all stored, from the prefetch if it was for them."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and np.array_equal(prefetched[0], slots):
+            return self._decode(prefetched[1].result())
+        return self._read(self._store_at(self.boundary), slots)
 
-    def _settle(self) -> None:
-        """Wait for a read in the background that nobody will ask for."""
-        if self._coming is not None:
-            self._coming[1].exception()
+    def _discard_prefetched(self) -> None:
+        """Wait for a read in the background whose rows will not be asked for."""
+        if self._prefetched is not None:
+            self._prefetched[1].exception()
             self._side.join()
-            self._coming = None
+            self._prefetched = None
 
-    def _read(self, kept: BoundaryStore, slots: np.ndarray) -> Tensor:
-        return self._decoded(self._fetched(kept, slots))
+    def _read(self, stored: BoundaryStore, slots: np.ndarray) -> Tensor:
+        return self._decode(self._read_fields(stored, slots))
 
-    def _fetched(self, kept: BoundaryStore, slots: np.ndarray) -> Fields:
-        """On their way to the device, beside what it computes; in the background, in the reader's thread."""
-        return {name: self._side.to_device(rows) for name, rows in kept.store.read(slots).items()}
+    def _read_fields(self, stored: BoundaryStore, slots: np.ndarray) -> Fields:
+        """Read rows and start their copy to the device, on a stream of its own; a prefetch calls this in its thread."""
+        return {name: self._side.to_device(rows) for name, rows in stored.store.read(slots).items()}
 
-    def _decoded(self, fields: Fields) -> Tensor:
+    def _decode(self, fields: Fields) -> Tensor:
         self._side.join()
         return self.encoding.decode(fields, self._dtype)
 
-    def _sources(
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def _group_by_source(
         self, slots: np.ndarray, wanted: np.ndarray
-    ) -> list[tuple[np.ndarray, tuple[int, BoundaryStore | None]]]:
-        """Positions in `slots` grouped by the highest level up to the visit's that is stored of them."""
+    ) -> list[tuple[np.ndarray, int, BoundaryStore | None]]:
+        """Those of `slots` that are `wanted` (bool), grouped by where they can be computed from.
+
+        Returns positions in `slots`, the highest stored boundary up to the visit's (0: the inputs), and its store.
+        """
         best = np.zeros(len(slots), np.int32)
         names = np.full(len(slots), "", object)
-        for name, kept in self._stores.items():
-            levels = kept.ledger.levels[slots]
-            better = wanted & (levels > best) & (levels <= self.level)
-            best[better], names[better] = levels[better], name
-        groups = sorted({(int(best[i]), str(names[i])) for i in np.flatnonzero(wanted)})
+        for name, stored in self._stores.items():
+            boundaries = stored.ledger.boundaries[slots]
+            better = wanted & (boundaries > best) & (boundaries <= self.boundary)
+            best[better], names[better] = boundaries[better], name
+        groups = sorted({(int(best[row]), str(names[row])) for row in np.flatnonzero(wanted)})
         return [
-            (np.flatnonzero(wanted & (best == level) & (names == name)), (level, self._stores.get(name)))
-            for level, name in groups
+            (np.flatnonzero(wanted & (best == source) & (names == name)), source, self._stores.get(name))
+            for source, name in groups
         ]
 
-    def _compute(self, level: int, hidden: Tensor | None, slots: np.ndarray, batch: Batch) -> Tensor:
-        """Run `batch` from `hidden` at `level` (0: its inputs) up to the visit's level; store what it passes."""
-        targets = [self.level] if self._levels is None else [at for at in self._levels if level < at <= self.level]
-        states = self.cut.states(batch, targets, start=level, hidden=hidden)
-        result = states[self.level]
+    def _compute(self, source: int, hidden: Tensor | None, slots: np.ndarray, batch: Batch) -> Tensor:
+        """Run `batch` from `hidden` at the boundary `source` (0: from its inputs) up to the visit's boundary, and store
+        the hidden states at the boundaries that are to be stored."""
+        kept = self._boundaries
+        targets = [self.boundary] if kept is None else [at for at in kept if source < at <= self.boundary]
+        states = self.runner.states(batch, targets, start=source, hidden=hidden)
+        result = states[self.boundary]
         if not self.statistics.computed:
             self.statistics.encoding_error = self.encoding.error(result)
-        for at in targets:
-            fields = self.encoding.encode(states[at])
-            self._put(self._store_of(at), slots, at, fields)
-            if at == self.level:  # what is trained on is what will be read later, also the first time
+        for target in targets:
+            fields = self.encoding.encode(states[target])
+            self._write(self._store_at(target), slots, target, fields)
+            if target == self.boundary:  # train on what later reads will return, the first time too
                 result = self.encoding.decode(fields, self._dtype)
         self.statistics.computed += len(slots)
-        run = (level, self.level)
+        run = (source, self.boundary)
         self.statistics.layers_run[run] = self.statistics.layers_run.get(run, 0) + len(slots)
         return result
 
-    def _put(self, kept: BoundaryStore, slots: np.ndarray, level: int, fields: Fields) -> None:
-        kept.ledger.unmark(slots)
-        kept.store.write(slots, fields)
-        kept.ledger.mark(slots, level, fields)
+    def _write(self, stored: BoundaryStore, slots: np.ndarray, boundary: int, fields: Fields) -> None:
+        stored.ledger.unmark(slots)
+        stored.store.write(slots, fields)
+        stored.ledger.mark(slots, boundary, fields)
 
-    def _store_of(self, level: int) -> BoundaryStore:
-        return self._stores[self._store_name(level)]
+    # -- stores ---------------------------------------------------------------------------------------------------
 
-    def _store_name(self, level: int) -> str:
-        """Where rows of `level` go: a kept of their own if levels are kept, else the one of their layout."""
-        return f"level-{level}" if self._levels is not None else self._current
+    def _store_at(self, boundary: int) -> BoundaryStore:
+        return self._stores[self._store_name(boundary)]
 
-    def _claim(self, level: int, layout: RowLayout) -> None:
-        """See that there is a kept for rows of `level`."""
-        if self._levels is None:
-            same = [name for name, kept in self._stores.items() if kept.layout == layout]
-            self._current = same[0] if same else "rows-" + "x".join(str(n) for n in layout["data"].shape)
-        name = self._store_name(level)
+    def _store_name(self, boundary: int) -> str:
+        """The store of `boundary`'s rows: one for each boundary (descending order), else one for each row layout."""
+        return f"boundary-{boundary}" if self._boundaries is not None else self._current
+
+    def _ensure_store(self, boundary: int, layout: RowLayout) -> None:
+        """Make the store for rows of `boundary` unless there is one."""
+        if self._boundaries is None:
+            alike = [name for name, stored in self._stores.items() if stored.layout == layout]
+            self._current = alike[0] if alike else "rows-" + "x".join(str(size) for size in layout["data"].shape)
+        name = self._store_name(boundary)
         if name in self._stores:
             return
         described = {name: [list(item.shape), str(item.dtype)] for name, item in layout.items()}
@@ -285,30 +296,37 @@ class PrefixCache:
             raise
         self._stores[name] = BoundaryStore(layout, store, ledger)
         if store.folder is not None:
-            self.statistics.damaged += ledger.refuse_damaged(store)
+            self.statistics.damaged += ledger.drop_damaged(store)
 
-    def _drop_useless(self, level: int, now: Fingerprints) -> None:
-        """Refuse stale rows; close stores that hold nothing from which this visit could go on."""
-        held = {int(at) for kept in self._stores.values() for at in np.unique(kept.ledger.levels)}
-        made_now = now.at({at for at in held if at} | {level} | set(self._levels or ()))
-        for kept in self._stores.values():
-            self.statistics.stale += kept.ledger.refuse_stale(made_now)
-        if self._levels is not None:
+    def _drop_unusable(self, boundary: int, fingerprints: Fingerprints) -> None:
+        """Drop stale rows; close the stores that have no row from which a visit at `boundary` could compute."""
+        stored_at = {int(at) for stored in self._stores.values() for at in np.unique(stored.ledger.boundaries) if at}
+        current = fingerprints.at(stored_at | {boundary} | set(self._boundaries or ()))
+        for stored in self._stores.values():
+            self.statistics.stale += stored.ledger.drop_stale(current)
+        if self._boundaries is not None:
             return
         best = np.zeros(self._num_slots, np.int32)
-        for kept in self._stores.values():
-            kept.ledger.unmark(np.flatnonzero(kept.ledger.levels > level))
-            np.maximum(best, kept.ledger.levels, out=best)
-        for name, kept in list(self._stores.items()):
-            kept.ledger.unmark(np.flatnonzero(kept.ledger.levels < best))  # moved up to a kept of another shape
-            if name != self._store_name(level) and not kept.ledger.levels.any():
+        for stored in self._stores.values():
+            stored.ledger.unmark(np.flatnonzero(stored.ledger.boundaries > boundary))
+            np.maximum(best, stored.ledger.boundaries, out=best)
+        for name, stored in list(self._stores.items()):
+            behind = stored.ledger.boundaries < best  # these rows have advanced to a store of another layout
+            stored.ledger.unmark(np.flatnonzero(behind))
+            if name != self._store_name(boundary) and not stored.ledger.boundaries.any():
                 self._stores.pop(name).close()
 
+    def _close_stores(self, *, keep_files: bool) -> None:
+        self._discard_prefetched()
+        for stored in self._stores.values():
+            stored.close(keep_files=keep_files)
+        self._stores = {}
 
-def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> dict[str, Any]:
-    """The batch's `rows`; the batch itself where that is all of them, in order."""
+
+def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> Batch:
+    """The batch's `rows`, or the batch itself where these are all of its `count` rows."""
     if len(rows) == count:
-        return dict(batch)
+        return batch
     return {
         name: value[torch.from_numpy(rows).to(value.device)] if isinstance(value, Tensor) else value
         for name, value in batch.items()

@@ -1,15 +1,16 @@
-"""Where stored rows lie: device memory, host memory (pinned where there is a device to copy to), or a file.
+"""Where rows are stored: in device memory, in host memory (pinned where there is a device to copy to), or in files.
 
-A store has room for a fixed number of rows ("slots") of fixed shape. It knows nothing of what they mean.
+A store has room for a fixed number of rows ("slots") of fixed shape. It does not know what they mean. `STORES` lists
+the kinds of stores by the name that `prefix.store` takes; a new kind is a class like `MemoryStore` and one entry there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -22,23 +23,23 @@ from blocktrain.units import format_bytes
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a store: what each slot holds of it."""
+    """One array of a store: the shape and dtype of what each slot has in it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes a slot."""
+        """Bytes of one slot."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 RowLayout = Mapping[str, Field]
 
 
-def layout_of(row: Fields) -> dict[str, Field]:
-    """The layout that holds rows like the first one of `row`."""
-    return {name: Field(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in row.items()}
+def layout_of(rows: Fields) -> dict[str, Field]:
+    """The layout of a slot for rows like these; their first dimension counts them."""
+    return {name: Field(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in rows.items()}
 
 
 def slot_bytes(layout: RowLayout) -> int:
@@ -50,26 +51,26 @@ class Store(Protocol):
     """Slots that are written and read by index."""
 
     nbytes: int
-    folder: Path | None  # of a store that outlives its process, for its ledger
+    folder: Path | None  # where the ledger of a store that outlives its process is written; None for other stores
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:
-        """Put `rows` (first dimension as long as `slots`, int64) into their slots."""
+        """Write `rows` (first dimension as long as `slots`, int64) into their slots."""
         ...
 
     def read(self, slots: np.ndarray) -> Fields:
-        """The rows in `slots`, on the host or the device: where the store lies."""
+        """The rows in `slots`, on the host or on the device, depending on the store."""
         ...
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Give the room back; `keep_files` that another process will open again."""
+        """Free the room. `keep_files` leaves files in place for another process to open."""
         ...
 
 
 class MemoryStore:
-    """Slots in memory of `device`; pinned host memory where `pin`, for copies that do not wait."""
+    """Slots in the memory of `device`. pin: pinned host memory, from which copies to a device are asynchronous."""
 
     def __init__(self, num_slots: int, layout: RowLayout, *, device: torch.device, pin: bool = False):
-        """Claim the room; raises `StorageError` when there is none."""
+        """Allocate the slots; raises `StorageError` when there is no room."""
         self.nbytes = num_slots * slot_bytes(layout)
         self.folder: Path | None = None
         self._pin = pin
@@ -78,7 +79,7 @@ class MemoryStore:
                 name: torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device, pin_memory=pin)
                 for name, field in layout.items()
             }
-        except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        except RuntimeError as error:  # the CPU allocator has no exception class of its own
             raise StorageError(f"no room for {format_bytes(self.nbytes)} in the memory of '{device}'") from error
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:
@@ -103,12 +104,12 @@ class MemoryStore:
 
 
 class FileStore:
-    """Slots in one file a field. The whole room is claimed at once, so that a disk that is too small says so at the
-    start; rows are written with `pwrite` (a full disk is then an error, where a mapped page would be a SIGBUS) and
-    read through a map."""
+    """Slots in one file per field. All the room is reserved at once, so that a disk that is too small is an error at
+    the start. Rows are written with `pwrite`, so that a full disk is an error and not the SIGBUS of a mapped page, and
+    are read through a memory map."""
 
     def __init__(self, folder: Path, num_slots: int, layout: RowLayout):
-        """Open `folder`'s files, made or grown where need be; raises `StorageError` when there is no room."""
+        """Open the files in `folder`, creating or growing them; raises `StorageError` when there is no room."""
         self.nbytes = num_slots * slot_bytes(layout)
         self.folder: Path | None = folder
         self._folder = folder
@@ -121,20 +122,20 @@ class FileStore:
                 for name, field in layout.items():
                     path = self._path(name)
                     self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-                    claim(self._files[name], num_slots * field.nbytes)
+                    reserve(self._files[name], num_slots * field.nbytes)
                     self._maps[name] = np.memmap(path, np.uint8, "r", shape=(num_slots, field.nbytes))
         except StorageError:
-            self.close()  # a claim that failed may have taken all that was left
+            self.close()  # a reservation that failed may have taken all the room that was left
             raise
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:
-        """Write each row at its place; raises `StorageError` when the disk refuses."""
+        """Write each row at its offset; raises `StorageError` when the disk refuses."""
         with storage_errors(self._folder):
             for name, field in self._layout.items():
                 data = as_bytes(rows[name])
                 for slot, row in zip(slots.tolist(), data, strict=True):
                     if os.pwrite(self._files[name], row, slot * field.nbytes) != field.nbytes:
-                        raise StorageError(f"a row of '{self._folder}' was written in part; free some space")
+                        raise StorageError(f"a row of '{self._folder}' was written only in part; free some space")
 
     def read(self, slots: np.ndarray) -> Fields:
         """The rows, read into host memory."""
@@ -147,7 +148,7 @@ class FileStore:
         return self._folder / f"{field}.rows"
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Close the files, and delete them unless they are to stay."""
+        """Close the files, and delete them unless `keep_files`."""
         self._maps = {}
         for name, handle in self._files.items():
             os.close(handle)
@@ -156,8 +157,8 @@ class FileStore:
         self._files = {}
 
 
-def claim(handle: int, nbytes: int) -> None:
-    """Make the file of `handle` at least `nbytes` long with its room on the disk reserved, where the system can."""
+def reserve(handle: int, nbytes: int) -> None:
+    """Make the file of `handle` at least `nbytes` long, and reserve its room on the disk where the system can."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, max(1, nbytes))
     elif os.fstat(handle).st_size < nbytes:
@@ -167,3 +168,37 @@ def claim(handle: int, nbytes: int) -> None:
 def as_bytes(rows: Tensor) -> np.ndarray:
     """Rows as bytes, uint8 (B, bytes of a row)."""
     return rows.detach().cpu().contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreKind:
+    """One kind of store, as `STORES` lists it.
+
+    make: makes a store from a folder of its own (which need not exist, and which a store in memory does not create),
+        the number of slots, the layout of a slot, and the model's device.
+    medium: what the rows take room in, and at whose measured rates they are read and written: the memory of the
+        "device", the memory of the "host" (shared by the ranks on it), or a "file" on the run's disk (shared by all
+        ranks).
+    """
+
+    make: Callable[[Path, int, RowLayout, torch.device], Store]
+    medium: Literal["device", "host", "file"]
+
+
+def _device_store(_folder: Path, num_slots: int, layout: RowLayout, device: torch.device) -> Store:
+    return MemoryStore(num_slots, layout, device=device)
+
+
+def _host_store(_folder: Path, num_slots: int, layout: RowLayout, device: torch.device) -> Store:
+    return MemoryStore(num_slots, layout, device=torch.device("cpu"), pin=device.type == "cuda")
+
+
+def _file_store(folder: Path, num_slots: int, layout: RowLayout, _device: torch.device) -> Store:
+    return FileStore(folder, num_slots, layout)
+
+
+STORES: dict[str, StoreKind] = {  # the fastest first: `prefix.store = "auto"` takes the first that fits and pays
+    "device": StoreKind(make=_device_store, medium="device"),
+    "host": StoreKind(make=_host_store, medium="host"),
+    "file": StoreKind(make=_file_store, medium="file"),
+}

@@ -141,7 +141,7 @@ class BoundaryRunner:
                 raise BoundaryError(
                     f"the loss of {type(self.chain.model).__name__} has a part from the routers of all its layers; "
                     "set output_router_logits = false in its configuration, or prefix.store = 'off' and "
-                    "distributed.layout = 'rows'"
+                    "distributed.layout = 'data'"
                 )
             full = _results(output)
             hidden = self.states(batch, [boundary])[boundary]

@@ -1,1 +1,1 @@
-"""Several processes: data parallel, pipeline, FSDP2, local SGD."""
+"""Several processes: data parallel, pipeline, FSDP2."""

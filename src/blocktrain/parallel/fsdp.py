@@ -1,22 +1,22 @@
-"""Sharding: every weight in equal parts over the processes, for models whose frozen weights do not fit one card.
+"""FSDP2: every weight is sharded over the ranks, for models whose frozen weights do not fit on one card.
 
-    at rest       each process has 1/P of every weight (FSDP2, `fully_shard`)
-    layer runs    its weights are gathered, used, and dropped; in a frozen layer nothing comes back
-    backward      of an active layer: gradients are added up, each process is given its part
-    step          the optimizer moves its part of the active block, whose moments are parts too
+    between uses      each rank has 1/P of every weight (`fully_shard`)
+    a layer runs      its weights are all-gathered, used, and freed; a frozen layer has no gradients to send
+    backward          the gradients of an active layer are reduce-scattered: each rank has its shard of their sum
+    step              the optimizer updates its shard of the active block, and its moments are sharded too
 
-Layers are sharded once. A switch of block only changes which parameters want gradients, and gradients travel for these
-alone. Layers that share a tied weight are gathered together, for the whole of a step.
+Layers are sharded once. A switch of block only changes which parameters require gradients, and only their gradients are
+reduce-scattered. Layers that share a tied weight are gathered together, for the whole of a step.
 
-The rows of a step are shared as in data parallel training (`parallel.py`), and gradients are summed, not averaged.
+Each rank has its own rows of a step, as in data parallel training, and gradients are summed, not averaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,49 +29,34 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.chain import Chain, Layer
 from blocktrain.errors import ConfigError
-from blocktrain.parallel.data_parallel import (
-    DTYPES,
-    Active,
-    DistributedConfig,
-    ReplicatedBase,
-    average,
-    batch_norm_statistics,
-)
+from blocktrain.parallel.config import TORCH_DTYPES, DistributedConfig, ShardingConfig
+from blocktrain.parallel.protocol import BatchParallel, TrainedBlock
 from blocktrain.parallel.ranks import Ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingConfig:
-    """In what gathered weights and gradients travel; the parts themselves keep the model's precision.
-
-    compute_dtype: of gathered weights and of what is computed with them. reduce_dtype: of gradients on their way.
-    """
-
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+from blocktrain.parallel.replicas import average_over_ranks, batch_norm_statistics
 
 
 class ShardedPartition:
-    """A partition whose parameters are parts. Sharding changes the model for good.
+    """A partition whose parameters are sharded. Sharding changes the model for good.
 
-    partition: the same blocks and names; give this one to `BlockOptimizer`, with a precision without masters (the
-        parts are fp32, and `ShardingConfig` says what is computed in). Every forward pass is one of all processes.
+    partition: blocks of equal layers and parameter names, with sharded parameters. Pass this one to `BlockOptimizer`,
+        with a precision without masters: the shards are fp32, and `ShardingConfig` has the dtype of the computation.
+
+    From now on every forward pass is collective.
     """
 
     def __init__(
         self, ranks: Ranks, partition: Partition, config: ShardingConfig, *, device: torch.device | None = None
     ):
-        """device: where the parts are to be; by default where the model is. A model on the host goes there layer by
-        layer."""
+        """device: of the shards; by default the model's. A model on the host is moved there layer by layer."""
         if ranks.size == 1:
             raise ConfigError("sharding needs more than one process: start it with torchrun --nproc-per-node 2")
-        require_whole(partition)
+        require_shardable(partition)
         model = partition.model
         device = device or next(model.parameters()).device
         mesh = init_device_mesh(device.type, (ranks.size,))
-        whole = list(model.parameters())
+        unsharded = list(model.parameters())
         _shard(partition.chain, mesh, config)
-        for parameter in whole:  # which others may still refer to
+        for parameter in unsharded:  # others may still refer to these: free their memory
             parameter.data = parameter.data.new_empty(0)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
@@ -83,30 +68,30 @@ class ShardedPartition:
             ),
         )
 
-    def full_weights(self, block: Block) -> dict[str, Tensor]:
-        """The whole weights of `block` on the host. All processes must call this."""
-        return {name: _whole(parameter.detach()) for name, parameter in block.parameters.items()}
+    def gather_weights(self, block: Block) -> dict[str, Tensor]:
+        """The unsharded weights of `block` on the host. Collective."""
+        return {name: _gather(parameter.detach()) for name, parameter in block.parameters.items()}
 
-    def gathered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A `BlockOptimizer.state_dict()` of parts as that of one process. All processes must call this."""
-        return _states(saved, lambda _, value: _whole(value) if isinstance(value, DTensor) else value)
+    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A sharded `BlockOptimizer.state_dict()` as a single process would have it. Collective."""
+        return _map_entries(state, lambda _, value: _gather(value) if isinstance(value, DTensor) else value)
 
-    def scattered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A `BlockOptimizer.state_dict()` of one process as this process's parts; what has a weight's shape is cut."""
+    def shard_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The `BlockOptimizer.state_dict()` of a single process, sharded: each tensor that has its weight's shape."""
         parameters = {name: parameter for block in self.partition for name, parameter in block.parameters.items()}
 
-        def part(name: str, value: Any) -> Any:
+        def shard(name: str, value: Any) -> Any:
             like = cast(DTensor, parameters[name])
             if not isinstance(value, Tensor) or value.shape != like.shape:
                 return value
-            # Every process has read the whole of it: nothing needs to be sent.
+            # Every rank has read the whole tensor, so nothing needs to be sent.
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
-        return _states(saved, part)
+        return _map_entries(state, shard)
 
 
-def require_whole(partition: Partition) -> None:
-    """Raise `ConfigError` where a block has some rows of a parameter only."""
+def require_shardable(partition: Partition) -> None:
+    """Raise `ConfigError` where a block owns only some rows of a parameter."""
     for block in partition:
         if block.rows:
             name = next(iter(block.rows))
@@ -114,9 +99,10 @@ def require_whole(partition: Partition) -> None:
 
 
 class ShardedBoundaryRunner(BoundaryRunner):
-    """Runs parts of a sharded model; like any forward pass of it, on all processes together.
+    """Runs layers of a sharded model. Collective, like any forward pass of it.
 
-    What has begun at the model itself FSDP expects to end there. A pass that stops at a boundary begins behind it.
+    FSDP expects a forward pass that enters the root module to leave it too. A pass that stops at a boundary does not,
+    so it calls the root's `forward` without the root's hooks.
     """
 
     def _run_until_stopped(self, batch: Mapping[str, Any]) -> None:
@@ -128,46 +114,41 @@ class ShardedBoundaryRunner(BoundaryRunner):
             root.reshard()
 
 
-class FSDPSteps(ReplicatedBase):
-    """Gradients are summed by FSDP2 as each layer's backward pass ends; every rank moves its parts of the block."""
-
-    settled = True
+class ShardedDataParallel(BatchParallel):
+    """FSDP2 sums the gradients as each layer's backward pass ends; every rank updates its shard of the block."""
 
     def __init__(self, ranks: Ranks, config: DistributedConfig):
         super().__init__(ranks, config)
         self._statistics: list[Tensor] = []
 
     @contextmanager
-    def visit(self, active: Active) -> Iterator[None]:
-        """Nothing to exchange: no part is on two ranks."""
+    def visit(self, active: TrainedBlock) -> Iterator[None]:
+        """There is nothing to compare at the end, because no shard is on two ranks."""
         self._active, self._statistics = active, batch_norm_statistics(active.block)
         try:
             yield
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            with self.ranks.peers():  # FSDP's own collectives, which know nothing of `Ranks`
+            with self.ranks.peer_errors():  # it came from FSDP's own collectives, which do not use `Ranks`
                 raise
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        """Only what no gradient moves is left to do."""
+    def gradient_sync(self) -> Iterator[None]:
+        """FSDP2 has summed the gradients; only BatchNorm statistics, which have none, remain to be averaged."""
         yield
-        average(self.ranks, self._statistics)
-
-    def stepped(self, step: int) -> None:
-        """All ranks have taken the same step."""
+        average_over_ranks(self.ranks, self._statistics)
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Over the parts of all ranks."""
-        return float(_whole(self._in_visit().clip_grad_norm(max_norm)))
+        """See `Parallel`; the norm is that of the shards of all ranks."""
+        return float(_gather(self._in_visit().clip_grad_norm(max_norm)))
 
 
 def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
-    """Each layer by itself; those that share weights with another are left to the model as a whole."""
+    """Shard each layer by itself; layers that share weights with another are sharded with the model as a whole."""
     policy = MixedPrecisionPolicy(
-        param_dtype=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
-        reduce_dtype=DTYPES[config.reduce_dtype],
+        param_dtype=None if config.compute_dtype == "fp32" else TORCH_DTYPES[config.compute_dtype],
+        reduce_dtype=TORCH_DTYPES[config.reduce_dtype],
     )
     for layer in chain.layers:
         if not _is_tied(chain, layer):
@@ -176,40 +157,41 @@ def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
     for module in chain.model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other, and no scaling is asked for
+            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum, and no scaling is wanted
     root = cast(FSDPModule, chain.model)
-    root.set_reduce_scatter_unused_params(True)  # an expert that has no rows on this process
-    # FSDP takes note, once, of the precision of what is trainable at the first forward pass: of one block alone, the
-    # others' gradients would stay in bf16 (PyTorch 2.13). So it is told while everything is.
+    root.set_reduce_scatter_unused_params(True)  # such as those of an expert without rows on this rank
+    # FSDP records once, at the first forward pass, the dtype of the parameters that are trainable then. If these were
+    # one block's only, the gradients of the other blocks would stay in bf16 (PyTorch 2.13). So it records them now,
+    # while all parameters are trainable.
     for parameter in chain.model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     root._get_fsdp_state()._lazy_init()
-    # After a forward pass its own weights stay gathered, for the backward pass. Where none comes, they are given back.
+    # After a forward pass the root's own weights stay gathered for the backward pass. Without one they are freed here.
     chain.model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else root.reshard())
 
 
 def _is_tied(chain: Chain, layer: Layer) -> bool:
-    mine = {id(parameter) for _, parameter in layer.named_parameters()}
+    own = {id(parameter) for _, parameter in layer.named_parameters()}
     return any(
-        id(parameter) in mine
+        id(parameter) in own
         for other in chain.layers
         if other is not layer
         for _, parameter in other.named_parameters()
     )
 
 
-def _whole(value: Tensor) -> Tensor:
-    """On the host. Parts that wait there are gathered through their device."""
+def _gather(value: Tensor) -> Tensor:
+    """The unsharded tensor on the host. Shards on the host are gathered through their device."""
     if isinstance(value, DTensor):
         on_device = cast(DTensor, value.to(value.device_mesh.device_type))
         return on_device.full_tensor().cpu()
     return value.cpu()
 
 
-def _states(saved: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """`saved` with each block's optimizer state changed, entry by entry."""
+def _map_entries(state_dict: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """`state_dict` with `change(parameter name, value)` in place of each value of each block's optimizer state."""
     blocks = {
         index: {name: {key: change(name, value) for key, value in entries.items()} for name, entries in state.items()}
-        for index, state in saved["blocks"].items()
+        for index, state in state_dict["blocks"].items()
     }
-    return {**saved, "blocks": blocks}
+    return {**state_dict, "blocks": blocks}

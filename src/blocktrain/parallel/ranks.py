@@ -1,7 +1,7 @@
-"""The processes of a run. One alone is the same object, and its collectives hand back what they were given.
+"""The processes of a run. A single process uses the same class, whose collectives then return their input.
 
-What travels between processes in a step are sums of tensors (gradients) and a few numbers (losses, "I was asked to
-stop"). Numbers go over gloo between hosts, tensors over the backend of their device: NCCL on CUDA, gloo on a CPU.
+In a step the processes exchange sums of tensors (gradients) and a few numbers (losses, requests to stop). Numbers are
+sent over gloo between hosts, tensors over the backend of their device: NCCL on CUDA, gloo on a CPU.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from blocktrain.errors import BlocktrainError, PeerError, first_line
 
 T = TypeVar("T")
 
-_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun sets
+_TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(kw_only=True, eq=False)
 class Ranks:
-    """This process's place among those of a run, and what they say to each other.
+    """This process's rank among the processes of a run, and the collectives between them.
 
-    All ranks must make the same calls in the same order. A call that the others do not answer within
-    `timeout_seconds`, or that finds one of them gone, raises `PeerError`.
+    All ranks must make the same calls in the same order. A call that the others do not answer within `timeout_seconds`,
+    or during which one of them ends, raises `PeerError`.
     """
 
     rank: int = 0
     size: int = 1
     local_size: int = 1  # on this machine
     timeout_seconds: float = 600.0
-    payload_bytes: int = 0  # handed to `add_up` so far
+    all_reduced_bytes: int = 0  # passed to `all_reduce` so far
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the one process that writes events, checkpoints and reports."""
+        """Whether this is the process that writes events, checkpoints and reports."""
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start replacing `tensor` by its sum over all ranks; what is returned waits until that is done."""
+        """Start replacing `tensor` by its sum over all ranks; returns a function that waits until this is done."""
         if self.size == 1:
             return lambda: None
-        self.payload_bytes += tensor.nbytes
-        with self.peers():
+        self.all_reduced_bytes += tensor.nbytes
+        with self.peer_errors():
             work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None, "an asynchronous call returns its handle"
+        assert work is not None, "an asynchronous call returns a handle"
 
         def wait() -> None:
-            with self.peers():
+            with self.peer_errors():
                 work.wait()
 
         return wait
 
     def all_gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's `values` (as many on each; whole numbers below 2^53 are exact), in rank order."""
+        """The `values` of every rank, in rank order: equally many on each; whole numbers below 2^53 are exact."""
         if self.size == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.peers():
-            dist.all_gather(found, mine)
-        return [tensor.tolist() for tensor in found]
+        local = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        with self.peer_errors():
+            dist.all_gather(gathered, local)
+        return [tensor.tolist() for tensor in gathered]
 
     def rank0_broadcast(self, action: Callable[[], T]) -> T:
-        """Do `action` on rank 0 and hand its result, plain JSON values, to every rank. What it raises is raised there;
-        the others raise `PeerError` with its message."""
+        """Call `action` on rank 0 only, and return its result (plain JSON values) on every rank. What it raises is
+        raised on rank 0; the other ranks raise `PeerError` with its message."""
         if self.size == 1:
             return action()
         if self.is_rank0:
@@ -82,35 +82,35 @@ class Ranks:
                 raise
             self._broadcast({"result": result})
             return result
-        told = self._broadcast(None)
-        if "error" in told:
-            raise PeerError(f"rank {self.rank} stops because rank 0 did: {told['error']}")
-        return told["result"]
+        message = self._broadcast(None)
+        if "error" in message:
+            raise PeerError(f"rank {self.rank} stops because rank 0 did: {message['error']}")
+        return message["result"]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data` on rank 0, in rank order; nothing on the others."""
+        """The `data` of every rank on rank 0, in rank order; an empty list on the other ranks."""
         lengths = [int(length) for (length,) in self.all_gather([len(data)])]
         if not self.is_rank0:
-            with self.peers():
+            with self.peer_errors():
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0)
             return []
-        found = [data]
+        gathered = [data]
         for rank, length in enumerate(lengths[1:], start=1):
-            told = torch.empty(length, dtype=torch.uint8)
-            with self.peers():
-                dist.recv(told, src=rank)
-            found.append(told.numpy().tobytes())
-        return found
+            received = torch.empty(length, dtype=torch.uint8)
+            with self.peer_errors():
+                dist.recv(received, src=rank)
+            gathered.append(received.numpy().tobytes())
+        return gathered
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_gather([0.0])
 
     def _broadcast(self, message: dict | None) -> dict:
         """Rank 0's `message` on every rank."""
         data = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        with self.peers():
+        with self.peer_errors():
             dist.broadcast(length, src=0)
             if not self.is_rank0:
                 data = torch.empty(int(length), dtype=torch.uint8)
@@ -118,26 +118,26 @@ class Ranks:
         return json.loads(bytes(data.tolist()))
 
     @contextmanager
-    def peers(self) -> Iterator[None]:
-        """Turn what torch.distributed raises when a peer hangs or is gone into a `PeerError`."""
+    def peer_errors(self) -> Iterator[None]:
+        """Turns what torch.distributed raises when a peer hangs or has ended into a `PeerError`."""
         try:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self.rank} of {self.size} got no answer from the others: one of them has ended, or hangs for "
-                f"longer than distributed.timeout_seconds = {self.timeout_seconds:g}; its own output says why "
+                f"rank {self.rank} of {self.size} got no answer from the others: one of them has ended, or has hung "
+                f"for longer than distributed.timeout_seconds = {self.timeout_seconds:g}; its own output says why "
                 f"({first_line(error)})"
             ) from error
 
 
 @contextmanager
 def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Iterator[Ranks]:
-    """The processes that torchrun started, or those of a process group that exists already; otherwise this one alone.
+    """The ranks that torchrun started, or those of a process group that exists already; otherwise this process alone.
 
-    device: the run's; where it is not the CPU, each rank takes the accelerator of its local rank.
+    device: of the run. Unless it is the CPU, each rank selects the accelerator of its local rank.
     """
     if dist.is_initialized():
-        yield _joined(timeout_seconds)
+        yield _ranks_of_process_group(timeout_seconds)
         return
     if not is_launched():
         yield Ranks(timeout_seconds=timeout_seconds)
@@ -145,13 +145,13 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     if device != "cpu" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_seconds)
-    with Ranks(rank=rank, size=size, timeout_seconds=timeout_seconds).peers():
+    with Ranks(rank=rank, size=size, timeout_seconds=timeout_seconds).peer_errors():
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(store=dist.PrefixStore(_attempt(), store), rank=rank, world_size=size, timeout=timeout)
     try:
-        yield _joined(timeout_seconds)
+        yield _ranks_of_process_group(timeout_seconds)
     except PeerError:
-        raise  # taking leave of peers that hang would hang
+        raise  # destroying a process group whose peers hang would hang
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -159,12 +159,12 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
 
 
 def _attempt() -> str:
-    """A name for this start of the job: torchrun keeps its store from one start to the next (PyTorch 2.13, c10d
+    """A name for this start of the job. torchrun keeps its store when it restarts the job (PyTorch 2.13, c10d
     rendezvous), so a rank would otherwise find the addresses of dead processes."""
     return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{os.environ['WORLD_SIZE']}"
 
 
-def _joined(timeout_seconds: float) -> Ranks:
+def _ranks_of_process_group(timeout_seconds: float) -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     return Ranks(
         rank=rank,
@@ -175,10 +175,10 @@ def _joined(timeout_seconds: float) -> Ranks:
 
 
 def is_launched() -> bool:
-    """Whether this process is one of those that torchrun, or something like it, has started."""
-    return os.environ.keys() >= _LAUNCHED
+    """Whether torchrun, or a launcher like it, has started this process."""
+    return os.environ.keys() >= _TORCHRUN_VARIABLES
 
 
 def launched_rank() -> int:
-    """This process's rank among those, known before they have found each other; 0 for a process alone."""
+    """This process's rank, known before the process group is made; 0 for a process alone."""
     return int(os.environ["RANK"]) if is_launched() else 0

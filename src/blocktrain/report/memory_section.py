@@ -43,7 +43,7 @@ def _note(run: RunRecord) -> str:
         "that PyTorch allocated on a GPU in the block's visits, or the process's resident set on a CPU, which holds "
         "Python and its libraries too and never shrinks. "
     )
-    if run.header.layout != "rows":
+    if run.header.layout != "data":
         said += (
             f"Tracked for one process with the whole model; with layout '{run.header.layout}' each of several holds "
             "less, and the measured column is of the first. "

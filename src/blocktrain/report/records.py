@@ -36,7 +36,7 @@ class Header:
     state: str = ""
     span: str = "block"
     tail: str = "none"
-    layout: str = "rows"
+    layout: str = "data"
     device: str = ""
     blocks: tuple[BlockInfo, ...] = ()
 

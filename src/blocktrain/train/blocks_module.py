@@ -2,7 +2,7 @@
 
 layout                 parallel                    passes
 data                   DataParallel or LocalSGD    RankPasses: this rank's rows through the whole model
-fsdp                   FSDPSteps                   RankPasses, whose weights are gathered layer by layer
+fsdp                   ShardedDataParallel                   RankPasses, whose weights are gathered layer by layer
 pipeline               Pipeline                    PipelinePasses: all rows through this rank's layers
 """
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from blocktrain.data.sampling import StepRows
-from blocktrain.parallel.data_parallel import Parallel
+from blocktrain.parallel.protocol import Parallel
 from blocktrain.schedule import Visit
 from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext
@@ -44,7 +44,7 @@ class BlocksModule:
     @property
     def is_settled(self) -> bool:
         """See `TrainModule`."""
-        return self._parallel.settled
+        return self._parallel.in_sync
 
     @property
     def active_block(self) -> int | None:
@@ -54,7 +54,7 @@ class BlocksModule:
     @contextmanager
     def visit(self, visit: Visit, following: Visit | None) -> Iterator[None]:
         """See `TrainModule`."""
-        block = self._parallel.share(visit.block)
+        block = self._parallel.local_block(visit.block)
         with self._optimizer.visit(block), self._parallel.visit(self._optimizer.active_block):
             if following is not None:
                 self._optimizer.prefetch_state(following.block)
@@ -80,7 +80,7 @@ class BlocksModule:
     def discard(self, step: int) -> None:
         """See `TrainModule`."""
         self._optimizer.zero_grad()
-        self._parallel.stepped(step)
+        self._parallel.after_step(step)
 
     def trained_buffers(self) -> Iterator[Tensor]:
         """See `TrainModule`."""
@@ -90,7 +90,7 @@ class BlocksModule:
 
     def settle(self) -> None:
         """See `TrainModule`."""
-        self._parallel.settle()
+        self._parallel.sync_weights()
 
     def state_bytes(self) -> int:
         """See `TrainModule`."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blocktrain.parallel.fsdp import FSDPSteps, ShardedPartition, ShardingConfig
-from blocktrain.parallel.local_sgd import parallel
+from blocktrain.contrib.local_sgd import LocalSGD
+from blocktrain.parallel.config import DistributedConfig, ShardingConfig
+from blocktrain.parallel.data_parallel import DataParallel
+from blocktrain.parallel.fsdp import ShardedDataParallel, ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.parallel.protocol import BatchParallel
+from blocktrain.parallel.ranks import Ranks
 from blocktrain.records.run_records import RunHeader
 from blocktrain.runtime import pick_device
 from blocktrain.train.blocks_module import BlocksModule
@@ -40,7 +44,7 @@ class BlocksSetup:
         if is_sharded(context.config, context.ranks):
             return _sharded(context, opening, folder)
         techniques = build_techniques(context, opening, folder)
-        way = parallel(context.ranks, context.config.distributed)
+        way = data_parallel(context.ranks, context.config.distributed)
         module = BlocksModule(context, way, RankPasses(context, way, techniques), source=lambda: context.optimizer)
         return Prepared(context=context, module=module, techniques=techniques)
 
@@ -65,10 +69,15 @@ def _sharded(context: TrainingContext, opening: Opening, folder: Path) -> Prepar
     )
     sharded = ShardedPartition(context.ranks, context.partition, sharding, device=device)
     optimizer = optimizer_of(context.config, sharded.partition, folder, context.ranks)
-    optimizer.load_state_dict(sharded.scattered(before))
+    optimizer.load_state_dict(sharded.shard_state(before))
     laid = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
     techniques = build_techniques(laid, opening, folder)
-    way = FSDPSteps(laid.ranks, laid.config.distributed)
+    way = ShardedDataParallel(laid.ranks, laid.config.distributed)
     passes = RankPasses(laid, way, techniques)
     module = BlocksModule(laid, way, passes, source=lambda: GatheredFromShards(laid, sharded))
     return Prepared(context=laid, module=module, techniques=techniques)
+
+
+def data_parallel(ranks: Ranks, config: DistributedConfig) -> BatchParallel:
+    """Data parallel training with gradients summed in each step, or with local steps where `sync_every` is set."""
+    return DataParallel(ranks, config) if config.sync_every is None else LocalSGD(ranks, config)

@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from blocktrain.cache.cost_model import PrefixConfig
+from blocktrain.cache.config import PrefixConfig
 from blocktrain.chain.checkpointing import Boundaries
 from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.chain.partition_config import PartitionConfig
@@ -28,7 +28,7 @@ from blocktrain.errors import ConfigError, first_line
 from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import Moments, preset
-from blocktrain.parallel.data_parallel import DistributedConfig
+from blocktrain.parallel.config import DistributedConfig
 from blocktrain.schedule import Schedule, Span, make_schedule
 from blocktrain.stopping import Plateau, RunLimit
 from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
@@ -300,7 +300,7 @@ class RunConfig:
                 raise ConfigError("schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both")
         if self.optimizer.in_backward:
             self._check_moving("optimizer.in_backward = true")
-        if self.distributed.layout != "rows":
+        if self.distributed.layout != "data":
             self._check_layout()
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
@@ -324,7 +324,7 @@ class RunConfig:
 
     def _check_layout(self) -> None:
         """What layers or weights that are shared out do not go with."""
-        layout, is_sharded = self.distributed.layout, self.distributed.layout == "shards"
+        layout, is_sharded = self.distributed.layout, self.distributed.layout == "fsdp"
         found = {
             "precision": self.precision
             not in (("fp32", "bf16-exact") if is_sharded else ("fp32", "bf16", "bf16-exact")),
@@ -344,7 +344,7 @@ class RunConfig:
         for key in (key for key, wrong in found.items() if wrong):
             value = reduce(getattr, key.split("."), self)
             raise ConfigError(
-                f"distributed.layout = '{layout}' does not go with {key} = {value!r}; change it, or set layout = 'rows'"
+                f"distributed.layout = '{layout}' does not go with {key} = {value!r}; change it, or set layout = 'data'"
             )
 
     @classmethod

@@ -28,9 +28,10 @@ from blocktrain.optim.factory import find_optimizer_class
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.state import make_state_store
-from blocktrain.parallel.fsdp import require_whole
+from blocktrain.parallel.config import PipelineConfig
+from blocktrain.parallel.fsdp import require_shardable
 from blocktrain.parallel.ranks import Ranks
-from blocktrain.parallel.stages import PipelineConfig, require_stages
+from blocktrain.parallel.stages import require_stages
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
@@ -160,12 +161,12 @@ def _require_settled_checkpoints(config: RunConfig, geometry: BatchGeometry) -> 
 
 def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
     """Whether the processes are a pipeline."""
-    return config.distributed.layout == "layers" and ranks.size > 1
+    return config.distributed.layout == "pipeline" and ranks.size > 1
 
 
 def is_sharded(config: RunConfig, ranks: Ranks) -> bool:
     """Whether each process has a part of every weight."""
-    return config.distributed.layout == "shards" and ranks.size > 1
+    return config.distributed.layout == "fsdp" and ranks.size > 1
 
 
 def pipeline_config(config: RunConfig) -> PipelineConfig:
@@ -178,7 +179,7 @@ def pipeline_config(config: RunConfig) -> PipelineConfig:
 def _require_layout(context: TrainingContext) -> None:
     """Raise `ConfigError` where the processes cannot share this context as the configuration says."""
     if is_sharded(context.config, context.ranks):
-        require_whole(context.partition)
+        require_shardable(context.partition)
     if is_pipeline(context.config, context.ranks):
         rows, size = context.config.batch.rows, context.ranks.size
         if context.rank_rows % context.micro_rows:

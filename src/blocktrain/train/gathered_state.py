@@ -110,17 +110,17 @@ class GatheredState(ABC):
 
 
 class GatheredFromStages(GatheredState):
-    """Weights are everywhere once the pipeline has settled; state and low_bits come from who trains them."""
+    """Weights are everywhere once the pipeline has synchronized them; state and low_bits come from who trains them."""
 
     def __init__(self, context: TrainingContext, pipeline: Pipeline):
-        pipeline.settle()
+        pipeline.sync_weights()
         super().__init__(context)
         self.pipeline = pipeline
 
     def collect(self, index: int) -> BlockContents:
         """See `GatheredState`."""
         optimizer, ranks = self.context.optimizer, self.context.ranks
-        mine = {name for name in self.context.partition[index].parameters if self.pipeline.holds(index, name)}
+        mine = {name for name in self.context.partition[index].parameters if self.pipeline.provides_state(index, name)}
         state = {name: entries for name, entries in (optimizer.block_state(index) or {}).items() if name in mine}
         left = {name: value for name, value in optimizer.block_low_bits(index).items() if name in mine}
         return BlockContents(
@@ -139,8 +139,8 @@ class GatheredFromShards(GatheredState):
 
     def collect(self, index: int) -> BlockContents:
         """See `GatheredState`."""
-        state = self.sharded.gathered({"blocks": {index: self.context.optimizer.block_state(index) or {}}})
-        return BlockContents(self.sharded.full_weights(self.context.partition[index]), state["blocks"][index], {})
+        state = self.sharded.gather_state({"blocks": {index: self.context.optimizer.block_state(index) or {}}})
+        return BlockContents(self.sharded.gather_weights(self.context.partition[index]), state["blocks"][index], {})
 
 
 def _joined(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:

@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
-from blocktrain.parallel.data_parallel import ByRows
 from blocktrain.parallel.pipeline import Pipeline
+from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.task import to_device
 from blocktrain.train.technique import Techniques
@@ -31,7 +31,7 @@ class RankPasses:
     While one is computed, techniques prefetch what the next one needs.
     """
 
-    def __init__(self, context: TrainingContext, parallel: ByRows, techniques: Techniques):
+    def __init__(self, context: TrainingContext, parallel: BatchParallel, techniques: Techniques):
         self._context = context
         self._parallel = parallel
         self._techniques = techniques
@@ -49,7 +49,7 @@ class RankPasses:
             with self._techniques.around_batch(part, batch):
                 self._techniques.prefetch(coming)
                 micro_loss = context.task.loss(context.model, batch) * (weight / total)
-                with self._parallel.last_backward() if part is parts[-1] else nullcontext():
+                with self._parallel.gradient_sync() if part is parts[-1] else nullcontext():
                     micro_loss.backward()
             loss += micro_loss.item()
         return loss

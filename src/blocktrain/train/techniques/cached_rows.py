@@ -1,25 +1,23 @@
-"""What a context stores of its frozen prefix: of which rows, made from which weights, in which kind of cache.
+"""What a context stores of its frozen prefix: which rows, computed by which weights, in which kind of cache.
 
-Where the weights are in parts (FSDP2), layers run on all processes together, and the cache's passes with them.
+With sharded weights (FSDP2) layers run on all ranks together, and so do the forward passes of the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import transformers
 from torch import Tensor
 
 from blocktrain.cache.collective import CollectivePrefixCache
-from blocktrain.cache.cost_model import CachePlace
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints, Key
 from blocktrain.cache.prefix_cache import PrefixCache
-from blocktrain.cache.store import FileStore, MemoryStore, RowLayout, Store
+from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.fsdp import ShardedBoundaryRunner
@@ -36,35 +34,46 @@ def boundary_runner(context: TrainingContext) -> BoundaryRunner:
 
 
 def new_cache(
-    context: TrainingContext, cut: BoundaryRunner, place: CachePlace, *, folder: Path, levels: Sequence[int] | None
+    context: TrainingContext, runner: BoundaryRunner, place: str, *, folder: Path, boundaries: Sequence[int] | None
 ) -> PrefixCache:
-    """An empty cache; folder: of this process, for files. levels: see `PrefixCache`."""
-    encoding, slots, ranks = Encoding(context.config.prefix.dtype), context.rows.num_slots, context.ranks
-    store = _store(place, folder, context.device)
-    if not is_sharded(context.config, ranks):
-        return PrefixCache(cut, num_slots=slots, encoding=encoding, make_store=store, levels=levels)
+    """An empty cache with stores of the kind that `STORES` has under `place`.
 
-    def gather(number: int) -> list[int]:
-        return [int(told) for (told,) in ranks.all_gather([number])]
+    folder: of this rank, for files. boundaries: see `PrefixCache`.
+    """
+    encoding, slots, ranks = Encoding(context.config.prefix.dtype), context.rows.num_slots, context.ranks
+
+    def make_store(name: str, num_slots: int, layout: RowLayout) -> Store:
+        return STORES[place].make(folder / name, num_slots, layout, context.device)
+
+    if not is_sharded(context.config, ranks):
+        return PrefixCache(runner, num_slots=slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
+
+    def all_gather(number: int) -> list[int]:
+        return [int(value) for (value,) in ranks.all_gather([number])]
 
     return CollectivePrefixCache(
-        cut, gather=gather, num_slots=slots, encoding=encoding, make_store=store, levels=levels
+        runner,
+        all_gather=all_gather,
+        num_slots=slots,
+        encoding=encoding,
+        make_store=make_store,
+        boundaries=boundaries,
     )
 
 
-def fingerprints(context: TrainingContext, levels: Iterable[int]) -> Fingerprints:
-    """Of the weights below `levels` as they are now. Of all parts of weights that are in parts: all processes must
-    call this."""
+def fingerprints(context: TrainingContext, boundaries: Iterable[int]) -> Fingerprints:
+    """Hashes the weights below `boundaries` as they are now. Collective where weights are sharded: every rank must call
+    it."""
     chain, ranks = context.partition.chain, context.ranks
     if not is_sharded(context.config, ranks):
         return Fingerprints(chain)
 
-    def of_all(digest: str) -> str:
+    def combine(digest: str) -> str:
         return hashlib.sha256(repr(ranks.all_gather(list(bytes.fromhex(digest)))).encode()).hexdigest()
 
-    now = Fingerprints(chain, together=of_all)
-    now.at(levels)  # read while all are here
-    return now
+    hashed = Fingerprints(chain, combine=combine)
+    hashed.at(boundaries)  # now, because every rank is here
+    return hashed
 
 
 def fill_ahead(context: TrainingContext, cache: PrefixCache, visit: Visit) -> None:
@@ -99,15 +108,3 @@ def sample(context: TrainingContext, visit: Visit, rows: int) -> dict[str, Tenso
 def batch_of(context: TrainingContext, rows: StepRows) -> dict[str, Tensor]:
     """The model's inputs for these rows."""
     return to_device(context.task.train.batch(rows.rows, variant=rows.variant), context.device)
-
-
-def _store(place: CachePlace, folder: Path, device: torch.device) -> Callable[[str, int, RowLayout], Store]:
-    """What makes a store there, given a name in `folder`, a number of slots and what is in one."""
-    match place:
-        case "file":
-            return lambda name, slots, layout: FileStore(folder / name, slots, layout)
-        case "device":
-            return lambda _, slots, layout: MemoryStore(slots, layout, device=device)
-        case "host":
-            pin = device.type == "cuda"
-            return lambda _, slots, layout: MemoryStore(slots, layout, device=torch.device("cpu"), pin=pin)

@@ -74,7 +74,7 @@ def _leaves_out(context: TrainingContext) -> bool:
     """Stages and shards run all layers; layers with dropout draw masks, which others then would."""
     return (
         context.growth is not None
-        and context.config.distributed.layout == "rows"
+        and context.config.distributed.layout == "data"
         and not context.config.blocks.frozen_dropout
     )
 

@@ -32,8 +32,8 @@ from blocktrain.cache.cost_model import (
 from blocktrain.cache.cost_model import CacheDecision as Choice
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
-from blocktrain.cache.prefix_cache import PrefixCache, Statistics
-from blocktrain.cache.store import layout_of, slot_bytes
+from blocktrain.cache.prefix_cache import CacheStatistics, PrefixCache
+from blocktrain.cache.store import STORES, layout_of, slot_bytes
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
@@ -69,7 +69,7 @@ class PrefixCaching(Technique):
         self._runner = boundary_runner(context)
         self._boundaries = {block.index: block.boundary for block in context.partition}
         self._cache: PrefixCache | None = None
-        self._place: CachePlace = "host"
+        self._place = "host"  # a name in `STORES`
         self._bandwidths: Bandwidths | None = None  # measured once, when first needed
         self._choice: Choice | None = None
         self._flops_per_second = float("inf")
@@ -94,7 +94,7 @@ class PrefixCaching(Technique):
         self._forward = [0 if layer in left_out else cost for layer, cost in zip(layers, self._row_flops, strict=True)]
         self._choice, self._saved_before_giving_up, self._reported = None, 0, 0
         boundary = self.boundary = self._boundaries[visit.block.index]
-        if self._cache is not None and not self._cache.holds(key_of(self.context, visit)):
+        if self._cache is not None and not self._cache.matches(key_of(self.context, visit)):
             self._cache.clear()  # rows of another subset: no later visit will read them
         if boundary == 0 or self.context.config.prefix.store == "off":
             return []
@@ -128,7 +128,7 @@ class PrefixCaching(Technique):
         except StorageError as error:
             self._give_up(error)
             return nullcontext()
-        return self._runner.running(start=self._cache.level, hidden=hidden)
+        return self._runner.running(start=self._cache.boundary, hidden=hidden)
 
     def states(self, rows: StepRows, batch: Batch) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
@@ -176,13 +176,13 @@ class PrefixCaching(Technique):
             return self._saved_before_giving_up
         seen = self._cache.statistics
         filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
-        return round(seen.asked * self._flops(0, self._cache.level) - filled)
+        return round(seen.requested * self._flops(0, self._cache.boundary) - filled)
 
     def _use(self) -> dict[str, Any] | None:
         """What the caches of all ranks did in the visit so far, in all sessions of the run, as the fields of a
         `CacheUse`; None where there was none. Collective."""
         cache = self._cache if self.is_active else None
-        seen = Statistics() if cache is None else cache.statistics
+        seen = CacheStatistics() if cache is None else cache.statistics
         used = _sum_over_ranks(self.context.ranks, seen, saved=0 if cache is None else self._visit_flops_saved())
         if cache is None:
             return self._earlier
@@ -250,7 +250,8 @@ class PrefixCaching(Technique):
         free: dict[CachePlace, float] = free_bytes(context.device, self.folder)
         shared_by: dict[CachePlace, int] = {"device": 1, "host": context.ranks.local_size, "file": context.ranks.size}
         if self._cache is not None:  # it is not in its own way
-            free[self._place] = free.get(self._place, 0.0) + self._cache.nbytes * shared_by[self._place]
+            medium = STORES[self._place].medium
+            free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
         free = {place: amount / shared_by[place] for place, amount in free.items()}
         if self._bandwidths is None:
             measured = config.store == "auto"
@@ -258,7 +259,7 @@ class PrefixCaching(Technique):
                 measure_bandwidths(context.device, self.folder) if measured else Bandwidths(read={}, write={})
             )
         facts = CacheFacts(
-            needs=self._needs(visit, boundary),
+            visits=self._needs(visit, boundary),
             num_slots=context.rows.num_slots,
             row_bytes=self._row_bytes,
             boundaries=kept,
@@ -274,7 +275,11 @@ class PrefixCaching(Technique):
         context = self.context
         uses = self._uses(visit)
         key = key_of(context, visit)
-        held = {0: 1} if self._cache is None else self._cache.held(boundary, key=key, now=self._fingerprints)
+        held = (
+            {0: 1}
+            if self._cache is None
+            else self._cache.rows_by_source(boundary, key=key, fingerprints=self._fingerprints)
+        )
         fill = sum(count * self._flops(at, boundary) for at, count in held.items()) / sum(held.values())
         needs = [VisitReuse(uses=uses, prefix_flops=round(self._flops(0, boundary)), fill_flops=fill)]
         subset, before = context.rows.subset(visit=visit.index, sweep=visit.sweep), boundary
@@ -314,15 +319,20 @@ class PrefixCaching(Technique):
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _open_cache(self, visit: Visit, boundary: int, place: CachePlace) -> None:
+    def _open_cache(self, visit: Visit, boundary: int, place: str) -> None:
         if self._cache is not None and place != self._place:
             self._cache.close()
             self._cache = None
         self._place = place
         if self._cache is None:
-            self._cache = new_cache(self.context, self._runner, place, folder=self._rank_folder, levels=self._kept())
+            self._cache = new_cache(
+                self.context, self._runner, place, folder=self._rank_folder, boundaries=self._kept()
+            )
         self._cache.open(
-            boundary, key=key_of(self.context, visit), sample=sample(self.context, visit, 1), now=self._fingerprints
+            boundary,
+            key=key_of(self.context, visit),
+            sample=sample(self.context, visit, 1),
+            fingerprints=self._fingerprints,
         )
         if self.context.config.prefix.fill == "ahead":
             fill_ahead(self.context, self._cache, visit)
@@ -350,11 +360,11 @@ def _refusal(context: TrainingContext) -> str | None:
     return None
 
 
-def _sum_over_ranks(ranks: Ranks, seen: Statistics, *, saved: int) -> dict[str, Any]:
+def _sum_over_ranks(ranks: Ranks, seen: CacheStatistics, *, saved: int) -> dict[str, Any]:
     """The fields of a record over all ranks: counts are summed, seconds averaged, because ranks wait side by side."""
     counts = {
         "bytes": seen.bytes_stored,
-        "rows": seen.asked,
+        "rows": seen.requested,
         "hits": seen.hits,
         "computed": seen.computed,
         "stale": seen.stale,
