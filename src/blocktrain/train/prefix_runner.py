@@ -21,14 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from blocktrain.cache.cost_model import (
-    Bandwidths,
     CacheDecision,
     CacheFacts,
     CachePlace,
     VisitReuse,
     choose,
-    free_bytes,
-    measure_bandwidths,
 )
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
@@ -40,6 +37,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import StorageError
 from blocktrain.parallel.ranks import Ranks
+from blocktrain.probe import Bandwidths, free_bytes, measure_bandwidths
 from blocktrain.records.log import Event
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
