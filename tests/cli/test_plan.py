@@ -14,6 +14,7 @@ import pytest
 
 from blocktrain.cli.main import main
 from blocktrain.plan.cost import MULTIPLIERS
+from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
 from blocktrain.records.log import EventLog
 from blocktrain.train.config import MemoryConfig, RunConfig
@@ -282,7 +283,30 @@ def test_calibrate_stores_rates_that_plan_uses(tmp_path: Path, monkeypatch, caps
     monkeypatch.setattr("blocktrain.plan.calibrate.TRIES", 1)
     assert main(["calibrate"]) == 0
     assert "this-machine.json" in capsys.readouterr().out.replace("\n", "")
+    stored = json.loads((tmp_path / "blocktrain" / "this-machine.json").read_text())
+    assert not {"peer_link_bytes", "network_bytes"} & stored["rates"].keys()  # there is nothing to measure them with
     found = planned(capsys, model="gpt2", gpu="this-machine", tokens="1M", precision="fp32")
     assert found["rates"]["kind"] == "measured"
+    assert found["rates"]["other_kinds"] == {"peer_link_bytes": "paper", "network_bytes": "paper"}
     assert found["layouts"][0]["tokens_per_second"] > 1
     assert any("measured on this machine" in line for line in found["assumptions"])
+    assert any("network 5 GB/s (paper)" in line for line in found["assumptions"])
+
+
+def test_a_disk_that_was_not_measured_is_assumed(tmp_path: Path, monkeypatch, capsys) -> None:
+    """calibrate stored 0.1 GB/s as measured where it could not write."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("blocktrain.plan.calibrate.TRIES", 1)
+    monkeypatch.setattr("blocktrain.plan.calibrate.file_rates", lambda *_args, **_keywords: {})
+    assert main(["calibrate"]) == 0
+    assert "not measured" in capsys.readouterr().out
+    rates = planned(capsys, model="gpt2", gpu="this-machine", tokens="1M", precision="fp32")["rates"]
+    assert rates["disk_bytes"] == load_hardware().assumed.disk_bytes_per_second
+    assert rates["other_kinds"]["disk_bytes"] == "assumed"
+
+
+def test_rates_of_a_rented_machine_that_nobody_published_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys)
+    assert found["rates"]["kind"] == "published"
+    assert set(found["rates"]["other_kinds"]) == {"kernel_seconds", "host_memory_bytes", "disk_bytes"}
+    assert "disk 3 GB/s (assumed)" in found["assumptions"][0]

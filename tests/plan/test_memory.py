@@ -17,6 +17,7 @@ from blocktrain.plan.memory import plan_memory
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
+from blocktrain.runtime import AlwaysCopying
 from blocktrain.train.config import RunConfig
 from blocktrain.train.verify_plan import meta_model, tracked_peak
 
@@ -99,6 +100,29 @@ def test_a_live_case(means: str) -> None:
     layout = Layout(**{"blocks": 3, "micro_rows": 2, **MEANS[means]})
     tracked = tracked_bytes(SMALL, layout, seq=256)
     assert plan_memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=tolerance)
+
+
+def test_what_is_verified_is_the_configuration() -> None:
+    """The optimizer was once built by the verification itself, whatever the written configuration said."""
+    tables = step_config(SMALL, Layout(blocks=3), seq=64, rows=1) | {"schedule": {"visit": "1 steps", "sweeps": 1}}
+    adamw = tracked_peak(RunConfig.from_mapping(tables))
+    sgd = tracked_peak(RunConfig.from_mapping(tables | {"optimizer": {"name": "SGD", "lr": 0.1}}))
+    moments = 8 * min(block.num_parameters for block in partition(meta_model(SMALL), 3))
+    assert max(adamw.values()) - max(sgd.values()) >= moments
+
+
+def test_weights_that_stay_on_the_device_are_not_copied_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and device are one memory here, so copies to the device are made to be counted. Those of quantized weights
+    that never left it were counted, too."""
+
+    def refused(_self: AlwaysCopying, _tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied to the device")
+
+    monkeypatch.setattr(AlwaysCopying, "to_device", refused)
+    int8 = Layout(blocks=3, precision=find_precision("int8"), checkpointing="layers")
+    assert tracked_bytes(SMALL, int8, seq=64) > 0
+    with pytest.raises(AssertionError, match="copied to the device"):
+        tracked_bytes(SMALL, replace(int8, frozen="host"), seq=64)
 
 
 @pytest.mark.parametrize("means", [{}, {"checkpointing": "layers", "loss_chunk": 64}], ids=str)

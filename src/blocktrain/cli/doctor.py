@@ -65,7 +65,8 @@ def _show(findings: dict[str, Any]) -> None:
     for name, value in findings["environment"].items():
         table.add_row(name, str(value if value is not None else "unknown"))
     for name, value in findings["packages"].items():
-        table.add_row(name, value or "[dim]not installed[/dim]")
+        if name not in findings["environment"]:
+            table.add_row(name, value or "[dim]not installed[/dim]")
     table.add_row("dtypes", ", ".join(name for name, works in findings["dtypes"].items() if works))
     available = format_bytes(findings["available_memory_bytes"])
     table.add_row("host memory", f"{format_bytes(findings['host_memory_bytes'])}, {available} available")

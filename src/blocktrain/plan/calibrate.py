@@ -31,7 +31,6 @@ from blocktrain.runtime import environment, pick_device
 
 TRIES = 7
 SMALL_KERNELS = 200  # in one try
-COPY_BYTES = 16 * 2**20
 
 
 def measure(device: torch.device | None = None, *, tries: int | None = None, width: int = 512) -> Calibration:
@@ -41,8 +40,8 @@ def measure(device: torch.device | None = None, *, tries: int | None = None, wid
     """
     device, tries = device or pick_device(), tries or TRIES
     width = product_width(device, width)
-    copies = copy_rates(device, copy_bytes=COPY_BYTES, tries=tries)
-    files = file_rates(Path.cwd(), copy_bytes=COPY_BYTES, tries=tries)
+    copies = copy_rates(device, tries=tries)
+    files = file_rates(Path.cwd(), tries=min(tries, 3))
     updates = _update_scalars(device, tries)
     host_updates = updates if device.type == "cpu" else _update_scalars(torch.device("cpu"), tries)
     return Calibration(

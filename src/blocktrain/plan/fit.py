@@ -363,7 +363,7 @@ def _tiers(request: Request, layout: Layout, peak: MemoryPlan) -> list[Layout]:
 
 
 def visit_steps(request: Request, layout: Layout, peak: MemoryPlan) -> int:
-    """How many steps a visit has: with a cache, the requested number of passes over a subset for which there is room."""
+    """How many steps a visit has: with a cache, the requested number of passes over a subset that has room."""
     most = max(1, request.tokens // (request.rows * request.seq * layout.blocks))
     if layout.cache == "off":
         return min(VISIT_STEPS, most)

@@ -1,5 +1,5 @@
-"""Cards, links and prices, each figure with its source, from `hardware.toml` or a file of the user's; and the rates that
-a machine achieves."""
+"""Cards, links and prices, each with its source, from `hardware.toml` or a file of the user's; and the rates that a
+machine achieves."""
 
 from __future__ import annotations
 
@@ -262,7 +262,10 @@ def calibrated(calibration: Calibration, hardware: Hardware) -> Rates:
     """
     measured = calibration.rates
     network = hardware.network.bytes_per_second * hardware.assumed.link_efficiency
-    other_kinds = {"peer_link_bytes": hardware.network.origin.kind, "network_bytes": hardware.network.origin.kind}
+    other_kinds: dict[str, OriginKind] = {
+        "peer_link_bytes": hardware.network.origin.kind,
+        "network_bytes": hardware.network.origin.kind,
+    }
     if measured.disk_bytes is None:
         other_kinds["disk_bytes"] = "assumed"
     return Rates(

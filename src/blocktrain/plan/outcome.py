@@ -131,8 +131,8 @@ def _rates(outcome: Outcome) -> str:
     else:
         first = (
             f"Rates: published peaks x assumed efficiencies (matrix products {assumed.matmul_efficiency_fp32:.0%} in "
-            f"fp32 and {assumed.matmul_efficiency_bf16:.0%} in bf16, attention {assumed.attention_efficiency:.0%}, memory "
-            f"{assumed.memory_efficiency:.0%}, links {assumed.link_efficiency:.0%})"
+            f"fp32 and {assumed.matmul_efficiency_bf16:.0%} in bf16, attention {assumed.attention_efficiency:.0%}, "
+            f"memory {assumed.memory_efficiency:.0%}, links {assumed.link_efficiency:.0%})"
         )
     others = []
     for name, kind in rates.other_kinds.items():
@@ -158,10 +158,10 @@ def assumptions(outcome: Outcome) -> list[str]:
         f"B-F multiplier of training in blocks: {request.multiplier.value:g} ({request.multiplier.source}), the same "
         "for every number of blocks. Measured multipliers grow with the number.",
         f"A step has {request.rows} rows of {request.seq} tokens. The optimizer is AdamW, fused where its moments are "
-        f"in fp32. There is no dropout, attention is fused, and {assumed.overlap:.0%} of the communication hides behind "
-        "the backward pass.",
-        f"Available: {format_bytes(request.room.card)} on each card, of which the allocator wastes "
-        f"{assumed.fragmentation:.0%} of what is used; {format_bytes(request.room.host)} of host memory per card; "
+        f"in fp32. There is no dropout, attention is fused, and {assumed.overlap:.0%} of the communication hides "
+        "behind the backward pass.",
+        f"Available: {format_bytes(request.room.card)} on each card (the allocator takes {assumed.fragmentation:.0%} "
+        f"on top of what is used), {format_bytes(request.room.host)} of host memory per card, "
         f"{format_bytes(request.room.disk)} of disk per node.",
     ]
     candidates = outcome.fit.candidates

@@ -186,7 +186,7 @@ def _pass(
     attention: float = 1,
     moved: float = 1,
 ) -> float:
-    """Seconds of one layer's pass. A product takes as long as its FLOPs, or as reading its weights if that is longer."""
+    """Seconds of one layer's pass. A product takes as long as its FLOPs or as reading its weights."""
     weights = of.matrix_flops / 2 * dtype
     matrix = max(tokens * of.matrix_flops / rates.matmul_flops[dtype], weights / rates.memory_bytes)
     seconds = (
