@@ -123,7 +123,7 @@ class _Step:
         self.dtype, self.tokens, self.several = precision.weight, layout.micro_rows * seq, micro_steps > 1
         whole, self.active = parameter_counts(spec, view)
         self.kept = _Kept(spec, layout, view, self.tokens)
-        self.waiting = (in_flight - 1) * (self.kept.layers + self.kept.head) + self.kept.cached_row
+        self.in_flight = (in_flight - 1) * (self.kept.layers + self.kept.head) + self.kept.cached_row
         self.copies = _Materialized(spec, layout, view)
         self.row = float(spec.width * self.dtype * self.tokens)
         self.tied = spec.tied and view.embedding == "active" and view.head != "absent"
@@ -177,7 +177,7 @@ class _Step:
         layer_workspace = 2 * self.row + 2 * self.inner
         arriving = self._arriving()
         of_head = float(self.dtype * head) if self.tied and self.several else 0.0  # beside the sum it will be added to
-        top = self.waiting + kept.layers + kept.recomputed
+        top = self.in_flight + kept.layers + kept.recomputed
         yield (
             "backward, top layer",
             self._at(
@@ -191,7 +191,7 @@ class _Step:
             yield (
                 phase,
                 self._at(
-                    self.waiting + below,
+                    self.in_flight + below,
                     gradients=head + view.owned.layers - coming,
                     workspace=layer_workspace + arriving + of_head,
                     materialized=copies.active_running,
@@ -202,7 +202,7 @@ class _Step:
             yield (
                 "backward, embedding",
                 self._at(
-                    self.waiting, gradients=self.active, workspace=arriving + rows, materialized=copies.after_backward
+                    self.in_flight, gradients=self.active, workspace=arriving + rows, materialized=copies.after_backward
                 ),
             )
         yield (
@@ -234,7 +234,7 @@ class _Step:
     def _loss(self, head: int) -> Iterator[tuple[str, dict[str, float]]]:
         """The logits are alive three times over in fp32. A chunked loss has those of one chunk only, but it sums the
         gradient of a trained head in fp32, beside each chunk's share, and keeps it until the backward pass."""
-        spec, kept, dtype = self.spec, self.waiting + self.kept.layers + self.kept.head, self.dtype
+        spec, kept, dtype = self.spec, self.in_flight + self.kept.layers + self.kept.head, self.dtype
         chunk = self.layout.loss_chunk
         matrix = spec.vocabulary * spec.width if trains_projection(spec, self.view) else 0
         whole_beside_rows = self.view.owned.split and not self.tied  # a tied one's is whole in either
