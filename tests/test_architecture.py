@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "blocktrain"
 LEVELS = [
     {"errors"},
     {"units", "runtime"},
+    {"probe"},
     {"records", "modules", "reference", "testing"},
     {"memory"},
     {"chain"},

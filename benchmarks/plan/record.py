@@ -2,10 +2,10 @@
 
     python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
-This package's own step runs on a model without memory (`blocktrain.train.verify_plan`), one visit each to the first
+This package's own step runs on a model without memory (`blocktrain.train.verify_plan`), in one visit each to the first
 block, a middle one, the largest and the last; the second step of a visit counts. `--memtracker` runs the first three
-with PyTorch's MemTracker as well, which gives the same bytes and takes many times as long. No GPU and no memory is
-needed. `--only` records the cases whose names contain a text anew.
+with PyTorch's MemTracker as well, which finds the same bytes and takes many times as long. This needs no GPU and little
+memory. `--only` records only the cases whose names contain a text, and keeps the others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import blocktrain as bt
 from blocktrain.memory.fake import fake_copy
-from blocktrain.plan.layout import Layout, Moments, Place, find_precision
+from blocktrain.plan.configure import step_config
+from blocktrain.plan.layout import Layout, MomentFormat, WeightPlace, find_precision
 from blocktrain.plan.presets import find_model
+from blocktrain.train.config import RunConfig
 from blocktrain.train.verify_plan import STEPS, meta_model, tracked_peak
 
 SEQ = 1024
@@ -31,7 +33,7 @@ SEQ = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A configuration: model, blocks (1: full), precision, sequences at a time, and what is done about activations."""
+    """A configuration: model, blocks (1: full training), precision, rows at a time, and how activations are saved."""
 
     model: str
     blocks: int = 1
@@ -40,24 +42,24 @@ class Case:
     checkpointing: bool = False
     cached: bool = False
     largest: int | None = None
-    frozen: Place = "device"
-    moments: Moments = "fp32"
+    frozen: WeightPlace = "device"
+    moments: MomentFormat = "fp32"
     loss_chunk: int | None = None
     micro_steps: int = 1
 
     @property
     def name(self) -> str:
-        """As the tests name it."""
+        """The name that the tests show."""
         cut = f"M={self.blocks}" if self.largest is None else f"largest {self.largest / 1e6:.0f}M"
-        told = [self.model, cut, self.precision, f"{self.rows} x {SEQ}"]
-        told += ["checkpointed"] * self.checkpointing + ["cached"] * self.cached
-        told += ["streamed"] * (self.frozen == "host") + ["8-bit moments"] * (self.moments == "8bit")
-        told += ["chunked loss"] * (self.loss_chunk is not None)
-        return ", ".join([*told, *[f"{self.micro_steps} micro-batches"] * (self.micro_steps > 1)])
+        words = [self.model, cut, self.precision, f"{self.rows} x {SEQ}"]
+        words += ["checkpointed"] * self.checkpointing + ["cached"] * self.cached
+        words += ["streamed"] * (self.frozen == "host") + ["8-bit moments"] * (self.moments == "8bit")
+        words += ["chunked loss"] * (self.loss_chunk is not None)
+        return ", ".join([*words, *[f"{self.micro_steps} micro-batches"] * (self.micro_steps > 1)])
 
     @property
     def layout(self) -> Layout:
-        """As the planner takes it."""
+        """The planner's layout."""
         return Layout(
             blocks=self.blocks,
             precision=find_precision(self.precision),
@@ -103,8 +105,8 @@ CASES = (
 
 
 def memtracker_peak(case: Case) -> int:
-    """The same in PyTorch's own tracker, for fp32, of the middle block. It refuses to hook a frozen parameter, so it
-    meets the model once with everything trainable, before."""
+    """The peak of the middle block by PyTorch's own tracker, in fp32. It cannot hook a frozen parameter, so it first
+    meets the model with every parameter trainable."""
     fake = fake_copy(meta_model(find_model(case.model)))
     partition = bt.partition(fake.model, num_blocks=case.blocks)
     optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-4, fused=True)
@@ -129,8 +131,9 @@ def memtracker_peak(case: Case) -> int:
 
 
 def recorded(case: Case, *, memtracker: bool) -> dict[str, Any]:
-    """A row of the file."""
-    peaks = tracked_peak(find_model(case.model), case.layout, seq=SEQ, micro_steps=case.micro_steps)
+    """One row of the result file."""
+    tables = step_config(find_model(case.model), case.layout, seq=SEQ, rows=case.rows * case.micro_steps)
+    peaks = tracked_peak(RunConfig.from_mapping({**tables, "schedule": {"visit": "1 steps", "sweeps": 1}}))
     row = {
         "name": case.name,
         **asdict(case),

@@ -3,9 +3,9 @@
     python benchmarks/plan/steptime.py [--rounds 5] [--threads 2] [--out benchmarks/plan/steptime.json]
 
 Each round calibrates as the command does, then takes full steps and steps in each of three blocks, for each of three
-sizes of GPT-2, so that a noisy machine disturbs all alike; an error is taken within a round. Medians. fp32, fused
-AdamW, no prefix cache, activation of a block outside the clock. A first round is not counted: a process that grows pays
-for each page of memory once (here 1 s of a step's 3.4 s), a run of hours does not.
+sizes of GPT-2, so that a noisy machine disturbs all of them; the error is taken within a round. Medians; fp32, fused
+AdamW, no prefix cache; activating a block is not timed. A first round does not count, because a process that grows
+pays once for each page of memory (here 1 s of a step's 3.4 s), which a run of hours does not notice.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.plan.calibrate import measure
+from blocktrain.plan.hardware import calibrated, load_hardware
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import from_config
 from blocktrain.plan.step import Setting, step_time
@@ -34,7 +35,7 @@ STEPS = 3  # of a visit, timed
 
 
 def build(layers: int, width: int, blocks: int, device: torch.device) -> tuple[Any, bt.Partition, bt.BlockOptimizer]:
-    """GPT-2 of a size, cut, with its optimizer."""
+    """GPT-2 of a given size, cut into blocks, with its optimizer."""
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, n_positions=SEQ, vocab_size=VOCABULARY, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
@@ -44,8 +45,8 @@ def build(layers: int, width: int, blocks: int, device: torch.device) -> tuple[A
 
 
 def measured(partition: bt.Partition, optimizer: bt.BlockOptimizer, device: torch.device) -> float:
-    """Seconds of a step, averaged over the blocks: the median of those of a visit after the first, which makes the
-    moments."""
+    """Seconds of a step, averaged over the blocks. For each block it is the median of a visit's steps after the first,
+    which makes the moments."""
     tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ), device=device)
     medians = []
     for block in partition:
@@ -78,7 +79,7 @@ def compare(rounds: int) -> dict[str, Any]:
         measured(partition, optimizer, device)
     seen: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(rounds):
-        rates = measure(device).rates
+        rates = calibrated(measure(device), load_hardware())
         for index, (spec, blocks, partition, optimizer) in enumerate(cases):
             layout = Layout(blocks=blocks, micro_rows=ROWS)
             planned = step_time(spec, layout, Setting(seq=SEQ, rows=ROWS, rates=rates)).seconds

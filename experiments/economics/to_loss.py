@@ -27,7 +27,7 @@ from blocktrain.plan.comparison import CARD_COUNTS
 from blocktrain.plan.cost import break_even, reduction
 from blocktrain.plan.fit import Candidate, Request, fit, room_on
 from blocktrain.plan.hardware import Hardware, achievable, load_hardware
-from blocktrain.plan.layout import Method
+from blocktrain.plan.layout import TrainingMethod
 from blocktrain.plan.presets import find_model
 from blocktrain.report.multiplier import tokens_to_reach
 
@@ -110,7 +110,7 @@ MEASURED: tuple[Callable[[], Measured], ...] = (
 )
 
 
-def cheapest(model: str, card: str, method: Method, blocks: int | None, hardware: Hardware) -> Candidate:
+def cheapest(model: str, card: str, method: TrainingMethod, blocks: int | None, hardware: Hardware) -> Candidate:
     """The cheapest layout on as few cards as hold the method, for the same number of tokens."""
     spec, assumed = find_model(model), hardware.assumed
     known, price = hardware.card(card), hardware.price(card)

@@ -131,6 +131,14 @@ class SideStream:
             yield
 
 
+class AlwaysCopying(SideStream):
+    """A side stream for counting bytes where host and device are one memory: what goes to the device is a copy."""
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`."""
+        return tensor.clone()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: allocated memory on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":

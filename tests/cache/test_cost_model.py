@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 
 from blocktrain.cache.config import PrefixConfig
 from blocktrain.cache.cost_model import (
@@ -15,8 +13,6 @@ from blocktrain.cache.cost_model import (
     CachePlace,
     VisitReuse,
     choose,
-    free_bytes,
-    measure_bandwidths,
 )
 from blocktrain.errors import ConfigError
 
@@ -143,26 +139,6 @@ def test_the_choice_turns_where_the_sums_are_equal():
     """host: 10 + 2 + 2 u seconds instead of 10 u, so from u = 1.5 on."""
     for uses, place in ((1.49, None), (1.51, "host")):
         assert choose(facts(replace(TWICE, uses=uses))).place == place
-
-
-def test_measured_rates_are_those_of_a_machine_that_exists(tmp_path: Path):
-    rates = measure_bandwidths(torch.device("cpu"), tmp_path, probe_bytes=2**20)
-    assert set(rates.read) == set(rates.write) == {"host", "file"}
-    for rate in (*rates.read.values(), *rates.write.values()):
-        assert 1e6 < rate < 1e13
-    assert list(tmp_path.iterdir()) == []  # nothing of the probe stays
-
-
-def test_a_folder_that_cannot_be_written_to_has_no_rate(tmp_path: Path):
-    """A full disk ended the run here, though nothing was to be kept on it."""
-    rates = measure_bandwidths(torch.device("cpu"), tmp_path / "missing", probe_bytes=2**16)
-    assert set(rates.read) == set(rates.write) == {"host"}
-
-
-def test_free_bytes(tmp_path: Path):
-    free = free_bytes(torch.device("cpu"), tmp_path)
-    assert set(free) == {"host", "file"}
-    assert all(2**20 < room < 2**60 for room in free.values())
 
 
 def test_configuration():

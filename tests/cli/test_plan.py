@@ -14,6 +14,7 @@ import pytest
 
 from blocktrain.cli.main import main
 from blocktrain.plan.cost import MULTIPLIERS
+from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
 from blocktrain.records.log import EventLog
 from blocktrain.train.config import MemoryConfig, RunConfig
@@ -72,14 +73,14 @@ def test_layouts_are_ranked_by_cost_and_fit(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_one_card_streams_a_model_of_seventy_billion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """140 GB of host memory hold its bf16 weights and nothing else: no moments between visits, no remainders."""
+    """140 GB of host memory hold its bf16 weights and nothing else: no moments between visits, no low bits."""
     out = tmp_path / "run.toml"
     asked = {"model": "llama-3-70b", "seq": "2048", "host_memory": "135"}
     assert main([*arguments(**asked), "--json", "--out", str(out)]) == 0
     (best, *_) = json.loads(capsys.readouterr().out)["layouts"]
     assert best["frozen"] == "host"
     assert (best["precision"], best["state"]) == ("bf16", "drop")
-    assert best["host_bytes"] == {"frozen weights": 2 * find_model("llama-3-70b").parameters}
+    assert best["host_bytes"] == {"frozen": 2 * find_model("llama-3-70b").parameters}
     assert best["peak_bytes"] < 24 * 2**30
     loaded = RunConfig.load(out)
     assert loaded.precision == "bf16"
@@ -93,7 +94,7 @@ def test_one_card_streams_a_model_of_seventy_billion(tmp_path: Path, capsys: pyt
 def test_more_host_memory_buys_exactness(capsys: pytest.CaptureFixture[str]) -> None:
     (best, *_) = planned(capsys, model="llama-3-70b", host_memory="1000", disk="3000")["layouts"]
     assert (best["precision"], best["state"]) == ("bf16-exact", "host")
-    assert set(best["host_bytes"]) == {"frozen weights", "remainders", "moments"}
+    assert set(best["host_bytes"]) == {"frozen", "low bits", "moments"}
 
 
 @pytest.mark.parametrize(
@@ -179,13 +180,13 @@ def test_a_budget_and_a_deadline_bind(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, model="llama-3-8b", precision="fp32", blocks="1", method="full")
     assert found["layouts"] == []
-    assert found["overflow"]["what"] == "card"
-    assert found["overflow"]["part"] in ("weights", "optimizer")
+    assert found["overflow"]["what"] == "device memory"
+    assert found["overflow"]["part"] in ("active", "moments")
     assert found["nearest_change"]["peak_bytes"] < 24 * 2**30
     main(arguments(model="llama-3-70b"))
     text = capsys.readouterr().out
     assert "Nothing fits." in text
-    assert "of card, there are 23.1 GiB" in text
+    assert "of device memory, but there are 23.1 GiB" in " ".join(text.split())
     assert "It fits with 4 times the host memory and disk" in text
 
 
@@ -202,12 +203,12 @@ def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFix
         ({"blocks": "99"}, "a number from 1 to 34"),
         ({"multiplier": "great"}, "multiplier 'great' is neither a number"),
         ({"precision": "fp16"}, "precision 'fp16' is unknown"),
-        ({"gpu": "v100", "precision": "bf16-exact"}, "has no fast bf16-exact products"),
+        ({"gpu": "v100", "precision": "bf16-exact"}, "has no fast matrix products in bf16-exact"),
         ({"model": "gpt2", "seq": "4096"}, "longer than the 1024 positions"),
         ({"moments": "8bit", "loss_chunk": "some"}, "--loss-chunk must be 'auto', 'off' or a number"),
         ({"largest": "100"}, "has 4096 parameters; allow at least that many"),
         ({"largest": "100000000", "blocks": "3"}, "--blocks or --largest, not both"),
-        ({"largest": "100000000", "pieces": "modules"}, "--largest takes layers apart by itself"),
+        ({"largest": "100000000", "pieces": "modules"}, "--largest cuts inside layers by itself"),
         ({"provider": "nobody"}, "provider 'nobody' is unknown"),
     ],
 )
@@ -282,7 +283,30 @@ def test_calibrate_stores_rates_that_plan_uses(tmp_path: Path, monkeypatch, caps
     monkeypatch.setattr("blocktrain.plan.calibrate.TRIES", 1)
     assert main(["calibrate"]) == 0
     assert "this-machine.json" in capsys.readouterr().out.replace("\n", "")
+    stored = json.loads((tmp_path / "blocktrain" / "this-machine.json").read_text())
+    assert not {"peer_link_bytes", "network_bytes"} & stored["rates"].keys()  # there is nothing to measure them with
     found = planned(capsys, model="gpt2", gpu="this-machine", tokens="1M", precision="fp32")
     assert found["rates"]["kind"] == "measured"
+    assert found["rates"]["other_kinds"] == {"peer_link_bytes": "paper", "network_bytes": "paper"}
     assert found["layouts"][0]["tokens_per_second"] > 1
     assert any("measured on this machine" in line for line in found["assumptions"])
+    assert any("network 5 GB/s (paper)" in line for line in found["assumptions"])
+
+
+def test_a_disk_that_was_not_measured_is_assumed(tmp_path: Path, monkeypatch, capsys) -> None:
+    """calibrate stored 0.1 GB/s as measured where it could not write."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("blocktrain.plan.calibrate.TRIES", 1)
+    monkeypatch.setattr("blocktrain.plan.calibrate.file_rates", lambda *_args, **_keywords: {})
+    assert main(["calibrate"]) == 0
+    assert "not measured" in capsys.readouterr().out
+    rates = planned(capsys, model="gpt2", gpu="this-machine", tokens="1M", precision="fp32")["rates"]
+    assert rates["disk_bytes"] == load_hardware().assumed.disk_bytes_per_second
+    assert rates["other_kinds"]["disk_bytes"] == "assumed"
+
+
+def test_rates_of_a_rented_machine_that_nobody_published_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys)
+    assert found["rates"]["kind"] == "published"
+    assert set(found["rates"]["other_kinds"]) == {"kernel_seconds", "host_memory_bytes", "disk_bytes"}
+    assert "disk 3 GB/s (assumed)" in found["assumptions"][0]

@@ -11,10 +11,14 @@ import torch
 from blocktrain.chain.partition import partition
 from blocktrain.optim.precision import PRESETS
 from blocktrain.optim.quantize import quantize
-from blocktrain.plan.layout import PRECISIONS, Layout, find_precision
-from blocktrain.plan.memory import memory
+from blocktrain.plan.configure import step_config
+from blocktrain.plan.layout import PRECISION_SPECS, Layout, find_precision
+from blocktrain.plan.memory import plan_memory
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_into, cut_up_to
+from blocktrain.plan.spec import ModelSpec
+from blocktrain.runtime import AlwaysCopying
+from blocktrain.train.config import RunConfig
 from blocktrain.train.verify_plan import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
@@ -35,10 +39,16 @@ def layout_of(case: dict[str, Any]) -> Layout:
     )
 
 
+def tracked_bytes(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int = 1) -> int:
+    """The peak that a tracker finds, of the configuration that a plan with this layout would write."""
+    tables = step_config(spec, layout, seq=seq, rows=layout.micro_rows * micro_steps)
+    return max(tracked_peak(RunConfig.from_mapping({**tables, "schedule": {"visit": "1 steps", "sweeps": 1}})).values())
+
+
 def test_the_recorded_cases_are_those_asked_for() -> None:
     assert len(CASES) >= 12
     assert {case["blocks"] for case in CASES} >= {1, 3, 8, 32}
-    assert {case["precision"] for case in CASES} == set(PRECISIONS)
+    assert {case["precision"] for case in CASES} == set(PRECISION_SPECS)
     assert {case.get("frozen", "device") for case in CASES} == {"device", "host"}
     assert {case.get("moments", "fp32") for case in CASES} == {"fp32", "8bit"}
     assert any(case.get("largest") for case in CASES)
@@ -49,7 +59,7 @@ def test_the_recorded_cases_are_those_asked_for() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_the_peak_is_within_two_per_cent_of_the_recorded_one(case: dict[str, Any]) -> None:
-    planned = memory(
+    planned = plan_memory(
         find_model(case["model"]), layout_of(case), seq=case["seq"], micro_steps=case.get("micro_steps", 1)
     )
     assert planned.peak == pytest.approx(case["peak_bytes"], rel=0.02)
@@ -81,17 +91,45 @@ MEANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("means", MEANS)
 def test_a_live_case(means: str) -> None:
-    """A small Llama in three blocks, on fake tensors, now."""
+    """A small Llama in three blocks, on fake tensors, now.
+
+    In nf4 the plan adds the workspace of dequantizing the head to the logits, which come after it: in a model this
+    small that is 5.2 % of the peak.
+    """
+    tolerance = 0.06 if means.startswith("nf4") else 0.05
     layout = Layout(**{"blocks": 3, "micro_rows": 2, **MEANS[means]})
-    tracked = max(tracked_peak(SMALL, layout, seq=256).values())
-    assert memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=0.05)
+    tracked = tracked_bytes(SMALL, layout, seq=256)
+    assert plan_memory(SMALL, layout, seq=256).peak == pytest.approx(tracked, rel=tolerance)
+
+
+def test_what_is_verified_is_the_configuration() -> None:
+    """The optimizer was once built by the verification itself, whatever the written configuration said."""
+    tables = step_config(SMALL, Layout(blocks=3), seq=64, rows=1) | {"schedule": {"visit": "1 steps", "sweeps": 1}}
+    adamw = tracked_peak(RunConfig.from_mapping(tables))
+    sgd = tracked_peak(RunConfig.from_mapping(tables | {"optimizer": {"name": "SGD", "lr": 0.1}}))
+    moments = 8 * min(block.num_parameters for block in partition(meta_model(SMALL), 3))
+    assert max(adamw.values()) - max(sgd.values()) >= moments
+
+
+def test_weights_that_stay_on_the_device_are_not_copied_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and device are one memory here, so copies to the device are made to be counted. Those of quantized weights
+    that never left it were counted, too."""
+
+    def refused(_self: AlwaysCopying, _tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied to the device")
+
+    monkeypatch.setattr(AlwaysCopying, "to_device", refused)
+    int8 = Layout(blocks=3, precision=find_precision("int8"), checkpointing="layers")
+    assert tracked_bytes(SMALL, int8, seq=64) > 0
+    with pytest.raises(AssertionError, match="copied to the device"):
+        tracked_bytes(SMALL, replace(int8, frozen="host"), seq=64)
 
 
 @pytest.mark.parametrize("means", [{}, {"checkpointing": "layers", "loss_chunk": 64}], ids=str)
 def test_a_mixture_of_experts(means: dict[str, Any]) -> None:
     layout = Layout(blocks=2, micro_rows=2, **means)
-    tracked = max(tracked_peak(MIXTURE, layout, seq=128).values())
-    assert memory(MIXTURE, layout, seq=128).peak == pytest.approx(tracked, rel=0.02)
+    tracked = tracked_bytes(MIXTURE, layout, seq=128)
+    assert plan_memory(MIXTURE, layout, seq=128).peak == pytest.approx(tracked, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +148,18 @@ def test_a_tied_embedding(means: dict[str, Any]) -> None:
     spec, rest = replace(SMALL, tied=True, layers=2, vocabulary=32768), dict(means)
     micro_steps, precision = rest.pop("micro_steps", 1), find_precision(rest.pop("precision", "fp32"))
     layout = Layout(blocks=3, precision=precision, **rest)
-    tracked = max(tracked_peak(spec, layout, seq=64, micro_steps=micro_steps).values())
-    assert memory(spec, layout, seq=64, micro_steps=micro_steps).peak == pytest.approx(tracked, rel=0.05)
+    tracked = tracked_bytes(spec, layout, seq=64, micro_steps=micro_steps)
+    assert plan_memory(spec, layout, seq=64, micro_steps=micro_steps).peak == pytest.approx(tracked, rel=0.05)
 
 
 def test_precisions_are_those_of_a_run() -> None:
     """Bytes of the presets, as `optim/precision.py` has them."""
-    assert set(PRECISIONS) == set(PRESETS)
+    assert set(PRECISION_SPECS) == set(PRESETS)
     for name, preset in PRESETS.items():
-        planned = PRECISIONS[name]
+        planned = PRECISION_SPECS[name]
         assert planned.weight == preset.compute.itemsize
         assert (planned.master > 0) == preset.has_master
-        assert (planned.remainder > 0) == preset.keeps_low_bits
+        assert (planned.low_bits > 0) == preset.keeps_low_bits
         packed = quantize(torch.zeros(1024, 1024, dtype=preset.compute), preset.frozen)
         assert planned.frozen == sum(part.nbytes for part in packed.parts) / 2**20
 
@@ -146,7 +184,7 @@ def test_every_lever_does_what_it_is_for() -> None:
     spec = find_model("llama-2-7b")
 
     def peak(**changes) -> float:
-        return memory(
+        return plan_memory(
             spec, Layout(**{"blocks": 3, "precision": find_precision("bf16-exact"), **changes}), seq=1024
         ).peak
 

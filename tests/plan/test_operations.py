@@ -10,10 +10,10 @@ from blocktrain.chain.cost import layer_costs
 from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.partition import partition
 from blocktrain.memory.flops import StepCounter
-from blocktrain.plan.layout import Layout, piece_of
-from blocktrain.plan.operations import head_operations, layer_operations, saved_bytes, work
+from blocktrain.plan.layout import Layout, card_view
+from blocktrain.plan.operations import head_operations, kept_bytes, layer_operations, work
 from blocktrain.plan.spec import ModelSpec
-from blocktrain.plan.step import step_flops
+from blocktrain.plan.step import view_flops
 
 SEQ, ROWS = 64, 2
 
@@ -63,14 +63,14 @@ def kept(spec: ModelSpec, dtype: torch.dtype, *, trained: bool) -> int:
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_layer_keeps_what_autograd_keeps(spec: ModelSpec, size: int, trained: bool) -> None:
     real = kept(spec, torch.float32 if size == 4 else torch.bfloat16, trained=trained)
-    assert ROWS * SEQ * saved_bytes(layer_operations(spec, size), size, trained=trained) == real
+    assert ROWS * SEQ * kept_bytes(layer_operations(spec, size), size, trained=trained) == real
 
 
 def test_a_mixture_keeps_nearly_that() -> None:
     """Routing weights and indices of a token are left out: under two per cent even at this width."""
     spec = spec_of("mixtral", kv_heads=2, experts=4, experts_used=2)
     real = kept(spec, torch.float32, trained=True)
-    assert ROWS * SEQ * saved_bytes(layer_operations(spec, 4), 4, trained=True) == pytest.approx(real, rel=0.02)
+    assert ROWS * SEQ * kept_bytes(layer_operations(spec, 4), 4, trained=True) == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.architecture}-{spec.kv_heads}")
@@ -91,5 +91,5 @@ def test_a_steps_flops_are_the_counted_ones() -> None:
     model = model_of(spec)
     counter = StepCounter(model, batch())
     for block in partition(model, num_blocks=3):
-        planned = ROWS * step_flops(spec, Layout(blocks=3), SEQ, piece_of(spec, 3, block.index))
+        planned = ROWS * view_flops(spec, Layout(blocks=3), SEQ, card_view(spec, 3, block.index))
         assert planned == pytest.approx(counter.training(block.parameters), rel=0.03)

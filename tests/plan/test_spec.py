@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from blocktrain.chain.balance import balanced
 from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
-from blocktrain.plan.presets import PRESETS, find_model
+from blocktrain.plan.presets import MODEL_PRESETS, find_model
 from blocktrain.plan.spec import from_config, read_config
 from blocktrain.train.verify_plan import meta_model
 
@@ -22,10 +22,12 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     spec = replace(find_model(name), layers=3)
     model = meta_model(spec)
     assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert spec.largest_parameter == max(parameter.numel() for parameter in model.parameters())
+    assert max(spec.vocabulary * spec.width, spec.largest_of_layer) == max(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_a_config_json_gives_the_same_model_as_its_preset(name: str, tmp_path: Path) -> None:
     spec = find_model(name)
     config = AutoConfig.for_model(spec.architecture, **spec.settings(), bos_token_id=None, eos_token_id=None)

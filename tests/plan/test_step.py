@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from blocktrain.plan.hardware import Rates
-from blocktrain.plan.layout import BF16_EXACT, FP32, Layout
+from blocktrain.plan.layout import Layout, find_precision
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.step import Setting, step_time
 
@@ -71,7 +71,7 @@ def test_recomputation_offload_and_precision() -> None:
     rates = replace(PRODUCTS, host_link_bytes=1e10, host_memory_bytes=2e10)
     moved = step_time(SPEC, Layout(method="offload", blocks=1), replace(SETTING, rates=rates)).parts["offload"]
     assert moved == pytest.approx(SPEC.parameters * (8 / 1e10 + 28 / 2e10))
-    half = step_time(SPEC, Layout(method="full", blocks=1, precision=BF16_EXACT), SETTING)
+    half = step_time(SPEC, Layout(method="full", blocks=1, precision=find_precision("bf16-exact")), SETTING)
     assert half.parts["forward"] == pytest.approx(plain.parts["forward"] / 10)
     assert plain.flops == half.flops
-    assert FP32.weight == 4
+    assert find_precision("fp32").weight == 4

@@ -11,21 +11,11 @@ if it is used once, nothing of it is stored, and no later visit uses it: then th
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
-
 from blocktrain.cache.store import STORES
-from blocktrain.runtime import available_memory_bytes
 from blocktrain.units import format_bytes
 
 CachePlace = Literal["device", "host", "file"]
@@ -114,67 +104,3 @@ def _writes(visit: VisitReuse, facts: CacheFacts) -> float:
     """How often a visit writes a row: once for each stored boundary if it computes the row, never if it finds the row
     at its boundary."""
     return min(1.0, visit.uses) * facts.boundaries if visit.fill_flops else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bandwidths:
-    """Bytes per second to and from each place, measured on this machine with `probe_bytes` of data."""
-
-    read: Mapping[CachePlace, float]
-    write: Mapping[CachePlace, float]
-
-
-def measure_bandwidths(device: torch.device, folder: Path, *, probe_bytes: int = 16 * 2**20) -> Bandwidths:
-    """Time copies to and from the device, within the host, and to a file in `folder`; takes about half a second.
-
-    A file is written through to the disk and read from it, as far as the system lets one drop its cached pages: a
-    cache that is larger than the memory left will be. Without rates of "file" where none can be written.
-    """
-    rows = torch.ones(64, probe_bytes // 64, dtype=torch.uint8)
-    index = torch.from_numpy(np.random.default_rng(0).permutation(64))
-    read: dict[CachePlace, float] = {"host": _rate(lambda: rows[index].to(device), probe_bytes)}
-    write: dict[CachePlace, float] = {"host": _rate(rows.clone, probe_bytes)}
-    if device.type != "cpu":
-        there = rows.to(device)
-        where = index.to(device)
-        read["device"] = _rate(lambda: there[where].sum().item(), probe_bytes)
-        write["device"] = _rate(lambda: there.copy_(rows).sum().item(), probe_bytes)
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder, prefix=".probe-") as place:
-        path = Path(place) / "rows"
-        write["file"] = _rate(lambda: _write_through(path, rows.numpy()), probe_bytes)
-        read["file"] = _rate(lambda: _read_from_disk(path, rows.shape, index.numpy()).to(device), probe_bytes)
-    return Bandwidths(read=read, write=write)
-
-
-def _write_through(path: Path, rows: np.ndarray) -> None:
-    with path.open("wb") as file:
-        rows.tofile(file)
-        os.fsync(file.fileno())
-
-
-def _read_from_disk(path: Path, shape: tuple[int, ...], order: np.ndarray) -> torch.Tensor:
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return torch.from_numpy(np.take(np.memmap(file, np.uint8, "r", shape=shape), order, axis=0))
-
-
-def free_bytes(device: torch.device, folder: Path) -> dict[CachePlace, float]:
-    """What is free now: on the device (where there is one beside the host), in host memory, on the disk of `folder`."""
-    free: dict[CachePlace, float] = {
-        "host": float(available_memory_bytes()),
-        "file": float(shutil.disk_usage(folder).free),
-    }
-    if device.type == "cuda":
-        free["device"] = float(torch.cuda.mem_get_info(device)[0])
-    return free
-
-
-def _rate(action, nbytes: int) -> float:
-    """The best of three: what the machine can do when it is not disturbed."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - start)
-    return nbytes / best

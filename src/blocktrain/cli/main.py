@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="runs at the best rate (default: 1)")
     compare.add_argument("--card", metavar="NAME", help="price this machine's hours as those of rtx4090, a100-80, ...")
     _plan(add("plan", _lazy("plan", "plan"), "what fits, how long it takes and what it costs, before renting"))
-    add("calibrate", _lazy("plan", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
+    add("calibrate", _lazy("calibrate", "calibrate"), "measure this machine for 'plan --gpu this-machine'")
     report = add("report", _lazy("show_runs", "report"), "write report.html for one run, or one page for several")
     report.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders")
     report.add_argument("--out", type=Path, metavar="FILE", help="where (default: report.html in the first folder)")

@@ -1,11 +1,10 @@
-"""The commands that work before anything is rented: `plan`, `calibrate`. `plan` imports no PyTorch."""
+"""`blocktrain plan`: what fits, how long it takes and what it costs. Imports no PyTorch, unless `--verify` is given."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,21 @@ from blocktrain.cli.show_plan import as_json, show
 from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest, storage_errors
 from blocktrain.plan.comparison import alternatives, nearest_change
 from blocktrain.plan.configure import HEAD, toml, train_config
-from blocktrain.plan.cost import Multiplier, find_multiplier
+from blocktrain.plan.cost import BFMultiplier, find_multiplier
 from blocktrain.plan.fit import Candidate, Request, Room, fit, room_on
 from blocktrain.plan.hardware import (
     GIB,
     THIS_MACHINE,
     Hardware,
+    Origin,
     Price,
     Rates,
     achievable,
-    calibration_file,
+    calibrated,
     load_calibration,
     load_hardware,
 )
-from blocktrain.plan.layout import METHODS, find_precision
+from blocktrain.plan.layout import TRAINING_METHODS, find_precision
 from blocktrain.plan.outcome import Outcome
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_up_to
@@ -70,7 +70,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request, Price | None]:
-    """The request that the options make, and the price it is reckoned with; raises `ConfigError` for bad input."""
+    """The request that the options describe, and the price of its cards; raises `ConfigError` for bad input."""
     spec = find_model(options.model)
     for name in ("seq", "gpus", "nodes", "rows", "cache_epochs"):
         _positive(f"--{name.replace('_', '-')}", getattr(options, name))
@@ -81,7 +81,7 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         raise ConfigError("this-machine is one device; leave out --gpus and --nodes")
     precision = None if options.precision == "auto" else find_precision(options.precision).name
     if precision is not None and find_precision(precision).weight not in rates.matmul_flops:
-        raise ConfigError(f"'{options.gpu}' has no fast {precision} products; use --precision fp32")
+        raise ConfigError(f"'{options.gpu}' has no fast matrix products in {precision}; use --precision fp32")
     cards = options.gpus * options.nodes
     rows = max(options.rows, cards)
     price = _price(options, hardware)
@@ -126,15 +126,14 @@ def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Ro
     disk = options.disk or assumed.disk_gib_per_node
     if options.gpu.lower() == THIS_MACHINE:
         here = load_calibration()
-        return here.rates, room_on(here.memory_bytes_total / GIB, 0.0, host, disk, fragmentation=assumed.fragmentation)
+        room = room_on(here.memory_bytes_total / GIB, 0.0, host, disk, fragmentation=assumed.fragmentation)
+        return calibrated(here, hardware), room
     card = hardware.card(options.gpu)
     room = room_on(card.memory_gib, assumed.reserve_gib, host, disk, fragmentation=assumed.fragmentation)
     return achievable(card, hardware), room
 
 
 def _price(options: argparse.Namespace, hardware: Hardware) -> Price | None:
-    from blocktrain.plan.hardware import Origin
-
     if options.price is None:
         return hardware.price(options.gpu.lower(), options.provider)
     usd = Dollars.parse(options.price).amount
@@ -142,10 +141,10 @@ def _price(options: argparse.Namespace, hardware: Hardware) -> Price | None:
 
 
 def _methods(text: str) -> tuple[Any, ...]:
-    names = METHODS if text == "all" else tuple(name.strip() for name in text.split(","))
+    names = TRAINING_METHODS if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
-        if name not in METHODS:
-            raise ConfigError(f"method '{name}' is unknown; {nearest(name, [*METHODS, 'all'])}")
+        if name not in TRAINING_METHODS:
+            raise ConfigError(f"method '{name}' is unknown; {nearest(name, [*TRAINING_METHODS, 'all'])}")
     return names
 
 
@@ -167,9 +166,11 @@ def _largest(options: argparse.Namespace, spec: ModelSpec) -> int | None:
     if options.blocks != "auto":
         raise ConfigError("give --blocks or --largest, not both")
     if options.pieces != "layers":
-        raise ConfigError("--pieces says what a number of blocks is made of; --largest takes layers apart by itself")
+        raise ConfigError("--pieces says what a number of blocks is made of; --largest cuts inside layers by itself")
     if options.gpus * options.nodes > 1:
-        raise ConfigError("blocks cut by their size are planned on one card: leave out --gpus and --nodes")
+        raise ConfigError(
+            "blocks that are cut by their size can only be planned on one card: leave out --gpus and --nodes"
+        )
     try:
         cut_up_to(spec, options.largest)
     except PartitionError as error:
@@ -187,8 +188,9 @@ def _loss_chunk(text: str) -> int | None:
     return int(text)
 
 
-def _multiplier(text: str) -> Multiplier:
-    """By name or number, or measured: the folder of a comparison holds the run folders of both methods."""
+def _multiplier(text: str) -> BFMultiplier:
+    """The multiplier of that name or number, or the one measured in the folder of a comparison, which has a run folder
+    of each method."""
     folder = Path(text)
     if not folder.is_dir():
         return find_multiplier(text)
@@ -199,9 +201,9 @@ def _multiplier(text: str) -> Multiplier:
     measured = multipliers(runs, [run.header.name for run in runs]) if runs else []
     found = [item for item in measured if item.value is not None]
     if not found:
-        raise ConfigError(f"no run in '{folder}' came down to the loss of a full run there, so no multiplier is known")
+        raise ConfigError(f"no run in '{folder}' reached the loss of a full run there, so no multiplier is known")
     best = min(found, key=lambda item: item.value or 0.0)
-    return Multiplier(value=float(best.value or 0.0), source=f"measured, {best.bcd} in {folder}")
+    return BFMultiplier(value=float(best.value or 0.0), source=f"measured, {best.bcd} in {folder}")
 
 
 def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
@@ -221,41 +223,10 @@ def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
 
 
 def _verify(request: Request, best: Candidate) -> float:
-    """Peak bytes of the best layout by the tracker, on fake tensors."""
+    """Peak bytes of the best layout that a tracker finds, on fake tensors: of the configuration that --out writes."""
+    from blocktrain.train.config import RunConfig
     from blocktrain.train.verify_plan import tracked_peak
 
     if best.layout.cards > 1:
-        raise ConfigError("--verify follows the step of one card; plan with --gpus 1")
-    micro_steps = min(3, -(-request.rows // best.layout.micro_rows))  # a fourth is like the third
-    return float(max(tracked_peak(request.spec, best.layout, seq=request.seq, micro_steps=micro_steps).values()))
-
-
-def calibrate(options: argparse.Namespace) -> int:
-    """`blocktrain calibrate`: measure this machine and store its rates."""
-    from blocktrain.plan.calibrate import measure
-
-    found = measure()
-    path = calibration_file()
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-    if options.json:
-        json.dump({**asdict(found), "stored": str(path)}, sys.stdout, indent=1)
-        print()
-        return 0
-    console = Console()
-    rates = found.rates
-    for name, value in (
-        ("device", found.device),
-        *((f"products, {'fp32' if size == 4 else 'bf16'}", f"{rate / 1e9:.1f} GFLOP/s")
-          for size, rate in rates.matmul_flops.items()),
-        ("attention, fp32", f"{rates.attention_flops[4] / 1e9:.1f} GFLOP/s"),
-        ("elementwise kernels", f"{rates.memory_bytes / 1e9:.2f} GB/s"),
-        ("a small kernel", f"{rates.kernel_seconds * 1e6:.1f} us"),
-        ("AdamW, fused", f"{rates.update_scalars / 1e6:.0f} M parameters/s"),
-        ("host to device", f"{rates.host_link_bytes / 1e9:.2f} GB/s"),
-        ("disk", f"{rates.disk_bytes / 1e9:.2f} GB/s"),
-    ):  # fmt: skip
-        console.print(f"{name:22} {value}", highlight=False)
-    console.print(f"\nstored in {path}; plan with --gpu this-machine", highlight=False, soft_wrap=True)
-    return 0
+        raise ConfigError("--verify runs the step of one card; plan with --gpus 1")
+    return float(max(tracked_peak(RunConfig.from_mapping(train_config(request, best))).values()))

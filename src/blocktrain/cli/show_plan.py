@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -9,14 +10,26 @@ from rich.console import Console
 from rich.table import Table
 
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.outcome import ABSENT, Outcome, assumptions, at_multipliers, binding, figures, money, savings, span
+from blocktrain.plan.layout import Layout
+from blocktrain.plan.outcome import (
+    DASH,
+    Outcome,
+    alternative_cells,
+    assumptions,
+    at_multipliers,
+    binding,
+    memory_savers,
+    money,
+    span,
+)
 from blocktrain.units import format_bytes, format_count
 
-MOST_ROWS = 8
+MOST_LAYOUTS = 8
+NARROW = 96  # columns; below, tables leave out what matters less
 
 
 def show(outcome: Outcome, console: Console, verified: float | None) -> None:
-    """Layouts, the best one in parts, the alternatives, and what it all rests on."""
+    """Print the layouts, the parts of the best one, the alternatives, and what it all rests on."""
     request = outcome.request
     spec = request.spec
     console.print(
@@ -27,19 +40,20 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
     if outcome.fit.candidates:
         console.print(_layouts(outcome, console.width))
         best = outcome.fit.candidates[0]
-        if savings(best) != ABSENT:
-            console.print(f"the first saves memory by: {savings(best)}", highlight=False)
+        if memory_savers(best) != DASH:
+            console.print(f"Layout 1 also saves memory by: {memory_savers(best)}", highlight=False)
         console.print(_parts(outcome, best, console.width))
         if verified is not None:
             share = best.memory.peak / verified - 1
             console.print(
-                f"verified: the tracker finds a peak of {format_bytes(verified)}; the plan is {share:+.1%} off",
+                f"Verified: a tracker finds a peak of {format_bytes(verified)}; the plan differs by {share:+.1%}.",
                 highlight=False,
             )
         _multipliers(outcome, best, console)
     else:
         _nothing_fits(outcome, console)
-    console.print(_alternatives(outcome))
+    console.print(_alternatives(outcome, console.width))
+    console.print("\nWhat this rests on", style="bold")
     for line in assumptions(outcome):
         console.print(f"- {line}", style="dim", highlight=False)
 
@@ -49,15 +63,14 @@ def _table(title: str) -> Table:
 
 
 def _layouts(outcome: Outcome, width: int) -> Table:
-    """A row a layout; what matters less is left out of a narrow terminal."""
+    """One row per layout."""
     table = _table("\nLayouts that fit, best first")
-    columns = {
-        "": lambda item: "",
+    columns: dict[str, Callable[[Candidate], str]] = {
         "blocks": lambda item: {"full": "full", "offload": "offl."}.get(item.layout.method, str(item.layout.blocks)),
         "precision": lambda item: item.layout.precision.name,
         "micro": lambda item: str(item.layout.micro_rows),
-        "ckpt": lambda item: "yes" if item.layout.checkpointing == "layers" else ABSENT,
-        "cache": lambda item: item.layout.cache if item.layout.cache != "off" else ABSENT,
+        "ckpt": lambda item: "yes" if item.layout.checkpointing == "layers" else DASH,
+        "cache": lambda item: item.layout.cache if item.layout.cache != "off" else DASH,
         "dxpxs": lambda item: f"{item.layout.data}x{item.layout.pipeline}x{item.layout.shards}",
         "memory": lambda item: format_bytes(item.memory.peak).replace("iB", ""),
         "host": lambda item: format_bytes(item.memory.host_bytes).replace("iB", ""),
@@ -67,23 +80,26 @@ def _layouts(outcome: Outcome, width: int) -> Table:
         "cost": lambda item: money(item.dollars),
         "limit": lambda item: binding(outcome, item),
     }
-    if width < 96:
-        columns = {name: read for name, read in columns.items() if name not in ("host", "tok/s", "step")}
+    hidden = {"host", "tok/s", "step"} if width < NARROW else set()
     if outcome.request.cards == 1:
-        del columns["dxpxs"]
-    left = ("", "precision", "cache", "ckpt", "limit")
+        hidden.add("dxpxs")
+    columns = {name: read for name, read in columns.items() if name not in hidden}
+    table.add_column("")
     for heading in columns:
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
-    for number, item in enumerate(outcome.fit.candidates[:MOST_ROWS], 1):
-        table.add_row(*(str(number) if name == "" else read(item) for name, read in columns.items()))
+        left = heading in ("precision", "cache", "ckpt", "limit")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for number, item in enumerate(outcome.fit.candidates[:MOST_LAYOUTS], 1):
+        table.add_row(str(number), *(read(item) for read in columns.values()))
+    table.caption = "micro: rows at a time; ckpt: activation checkpointing"
     if outcome.request.cards > 1:
-        table.caption, table.caption_justify = "dxpxs: data-parallel ranks x pipeline stages x shards", "left"
+        table.caption += "\ndxpxs: data-parallel ranks x pipeline stages x shards"
+    table.caption_justify = "left"
     return table
 
 
 def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
-    """Memory at the worst moment and a step's time, side by side."""
-    table = _table(f"\nThe first: memory at its peak ({best.memory.moment}), and a step")
+    """Memory in the worst phase of a step and the time of a step, side by side."""
+    table = _table(f"\nLayout 1: memory at its peak ({best.memory.phase}), and the time of a step")
     for justify in ("left", "right", "left", "left", "right", "left"):
         table.add_column(justify=justify)
     bar = max(8, min(24, (width - 60) // 2))
@@ -91,8 +107,8 @@ def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
     memory = [(name, size, size / room) for name, size in best.memory.parts.items() if size >= 0.5]
     seconds = best.step.seconds
     steps = [(name, size, size / seconds) for name, size in best.step.parts.items() if size > 0]
-    steps.append(("in all", seconds, 1.0))
-    memory.append(("in all", best.memory.peak, best.memory.peak / room))
+    steps.append(("total", seconds, 1.0))
+    memory.append(("total", best.memory.peak, best.memory.peak / room))
     memory += [(f"host: {name}", size, -1.0) for name, size in best.memory.host.items()]
     memory += [(f"disk: {name}", size, -1.0) for name, size in best.memory.disk.items()]
     for index in range(max(len(memory), len(steps))):
@@ -101,7 +117,10 @@ def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
     return table
 
 
-def _cells(rows: list[tuple[str, float, float]], index: int, width: int, text: Any) -> tuple[str, str, str]:
+def _cells(
+    rows: list[tuple[str, float, float]], index: int, width: int, text: Callable[[float], str]
+) -> tuple[str, str, str]:
+    """Name, size and bar of a row; no bar where the share is negative."""
     if index >= len(rows):
         return "", "", ""
     name, size, share = rows[index]
@@ -111,25 +130,39 @@ def _cells(rows: list[tuple[str, float, float]], index: int, width: int, text: A
 
 
 def _multipliers(outcome: Outcome, best: Candidate, console: Console) -> None:
-    if best.layout.blocks == 1 or best.dollars is None:
+    if best.layout.blocks == 1 or best.dollars is None or best.step_dollars is None:
         return
-    own = outcome.request.multiplier.value
-    told = [f"{value:g} ({name}): {usd}" for name, value, usd in at_multipliers(best, own)]
-    step = best.step_dollars
-    cents = "" if step is None else f"a step costs ${float(step.amount):.2g}; "
-    console.print(f"\n{cents}to the same loss at a multiplier of " + ", ".join(told), highlight=False)
+    costs = at_multipliers(best, outcome.request.multiplier.value)
+    console.print(
+        f"\nA step costs ${float(best.step_dollars.amount):.2g}. Training to the same loss costs, by B-F multiplier:\n"
+        + ", ".join(f"{usd} at {value:g} ({name})" for name, value, usd in costs),
+        highlight=False,
+    )
 
 
-def _alternatives(outcome: Outcome) -> Table:
+def _alternatives(outcome: Outcome, width: int) -> Table:
+    """One row per other way. A narrow terminal has no room for the time of a step."""
     table = _table("\nThe same tokens by other means")
-    for heading in ("", "cards"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("memory", "step", "time", "cost", "BCD cheaper up to"):
-        table.add_column(heading, justify="right")
+    headings = ("memory", "step", "time", "cost", "break-even")
+    shown = [index for index, name in enumerate(headings) if name != "step" or width >= NARROW]
+    table.add_column("", no_wrap=True)
+    table.add_column("cards", no_wrap=True)
+    for index in shown:
+        table.add_column(headings[index], justify="right", no_wrap=True)
     for item in outcome.alternatives:
-        up_to = "" if item.candidate is not None else "up to "
-        table.add_row(item.label, f"{up_to}{item.cards} {item.card}", *figures(item))
+        most = "" if item.candidate is not None else "up to "
+        cells = alternative_cells(item)
+        table.add_row(item.label, f"{most}{item.cards} {item.card}", *(cells[index] for index in shown))
+    table.caption = "break-even: the B-F multiplier up to which layout 1 is cheaper"
+    table.caption_justify = "left"
     return table
+
+
+def _in_words(layout: Layout) -> str:
+    how_many = {"full": "in full", "offload": "in full with the optimizer on the host"}
+    if layout.method in how_many:
+        return f"{how_many[layout.method]}, {layout.precision.name}"
+    return f"in {layout.blocks} {'block' if layout.blocks == 1 else 'blocks'}, {layout.precision.name}"
 
 
 def _nothing_fits(outcome: Outcome, console: Console) -> None:
@@ -137,20 +170,22 @@ def _nothing_fits(outcome: Outcome, console: Console) -> None:
     console.print("\n[bold]Nothing fits.[/bold]", highlight=False)
     if over is not None:
         layout = over.layout
+        rows = f"{layout.micro_rows} {'row' if layout.micro_rows == 1 else 'rows'} at a time"
+        checkpointing = "with" if layout.checkpointing == "layers" else "without"
         console.print(
-            f"Nearest: {layout.method}, {layout.blocks} block(s), {layout.precision.name}, {layout.micro_rows} row(s) "
-            f"at a time, checkpointing {layout.checkpointing}: needs {format_bytes(over.need)} of {over.what}, there "
-            "are "
-            f"{format_bytes(over.there)}; its largest part is {over.part}.",
+            f"The nearest layout (training {_in_words(layout)}, {rows}, {checkpointing} activation checkpointing) "
+            f"needs {format_bytes(over.need)} of {over.what}, but there are {format_bytes(over.there)}. Its largest "
+            f"part is: {over.part}.",
             highlight=False,
         )
     if outcome.change is None:
         console.print("No single change makes it fit.", highlight=False)
         return
     found = outcome.change.candidate
+    cost = "" if found.dollars is None else f", {found.dollars}"
     console.print(
-        f"It fits {outcome.change.words}: {found.layout.blocks} block(s), {found.layout.precision.name}, "
-        f"{format_bytes(found.memory.peak)} a card, {span(found.seconds)}, {money(found.dollars)}.",
+        f"It fits {outcome.change.words}: {_in_words(found.layout)}, {format_bytes(found.memory.peak)} per card, "
+        f"{span(found.seconds)}{cost}.",
         highlight=False,
     )
 
@@ -165,7 +200,7 @@ def as_json(outcome: Outcome, verified: float | None) -> dict[str, Any]:
         "tokens": request.tokens,
         "multiplier": asdict(request.multiplier),
         "price_usd_per_hour": None if outcome.price is None else str(outcome.price.usd_per_hour),
-        "rates": {**asdict(request.rates)},
+        "rates": asdict(request.rates),
         "layouts": [_candidate_json(outcome, item) for item in outcome.fit.candidates],
         "overflow": None
         if over is None

@@ -39,7 +39,12 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class OnHost:
-    """Frozen weights stay in host memory and are copied to the device as the layers run, one layer ahead."""
+    """Frozen weights stay in host memory and are copied to the device as the layers run, one layer ahead.
+
+    side_stream: makes the copies; another class than the default counts them (`runtime.AlwaysCopying`).
+    """
+
+    side_stream: type[SideStream] = SideStream
 
 
 FrozenPlace = OnDevice | OnHost
@@ -84,7 +89,8 @@ class OffloadedWeights:
                 self._units.append(list(parameters.values()))
         hook = chain.model.register_state_dict_post_hook(_StateDictHook(self))
         self._undo.append(hook.remove)
-        self._side = SideStream(next(chain.model.parameters()).device)
+        side_stream = self._place.side_stream if isinstance(self._place, OnHost) else SideStream
+        self._side = side_stream(next(chain.model.parameters()).device)
 
     # -- offload and materialize ----------------------------------------------------------------------------------
 

@@ -1,2 +1,2 @@
-"""What fits, how long it takes and what it costs, before anything is rented. Nothing here but `calibrate` and `verify`
-imports PyTorch, so that a plan answers at once."""
+"""What fits, how long it takes and what it costs, before anything is rented. Only `calibrate.py` imports PyTorch, so a
+plan answers at once."""

@@ -1,4 +1,5 @@
-"""The same training by other means: in full, sharded, offloaded to the host, on these cards and on others."""
+"""The same training by other means (in full, sharded, with the optimizer on the host, on other cards), and what to
+change where nothing fits."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from blocktrain.plan.cost import break_even
 from blocktrain.plan.fit import Candidate, Fit, Request, fit
 from blocktrain.plan.hardware import GIB, THIS_MACHINE, Hardware, achievable
-from blocktrain.plan.layout import PRECISIONS
+from blocktrain.plan.layout import PRECISION_SPECS
 
 CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 ELSEWHERE = ("a100-80", "a800", "h100")
@@ -16,43 +17,44 @@ ELSEWHERE = ("a100-80", "a800", "h100")
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One other way, with its cheapest layout; `candidate` is None where nothing fits up to 64 cards."""
+    """One other way, with its cheapest layout. `candidate` is None where nothing fits on up to 64 cards."""
 
     label: str
     card: str
     cards: int
     candidate: Candidate | None
-    break_even: float | None  # multiplier up to which the best BCD layout is cheaper
+    break_even: float | None  # the B-F multiplier up to which the best layout in blocks is cheaper
 
 
 def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -> list[Alternative]:
-    """Full training on these cards and others, each with as few cards as it fits on (here at least as many)."""
+    """Full training on these cards and on others, each on as few cards as it fits on, of these at least as many as
+    requested."""
     found = []
-    for label, asked in _asked(request, hardware):
-        first = asked.cards if asked.card == request.card else 1
+    for label, other in _requests(request, hardware):
+        first = other.cards if other.card == request.card else 1
         counts = [count for count in CARD_COUNTS if count > first and count <= request.rows]
         for count in [first, *counts]:
-            outcome: Fit = fit(replace(asked, cards=count))
+            outcome: Fit = fit(replace(other, cards=count))
             if outcome.candidates:
                 cheapest = outcome.candidates[0]
                 found.append(
                     Alternative(
-                        label=label, card=asked.card, cards=count, candidate=cheapest,
+                        label=label, card=other.card, cards=count, candidate=cheapest,
                         break_even=_break_even(request, best, cheapest),
                     )
                 )  # fmt: skip
                 break
         else:
             most = counts[-1] if counts else first
-            found.append(Alternative(label=label, card=asked.card, cards=most, candidate=None, break_even=None))
+            found.append(Alternative(label=label, card=other.card, cards=most, candidate=None, break_even=None))
     return found
 
 
-def _asked(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]]:
-    packed = request.precision is not None and PRECISIONS[request.precision].packed
+def _requests(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]]:
+    quantized = request.precision is not None and PRECISION_SPECS[request.precision].quantized
     free = replace(
-        request, blocks=None, largest=None, frozen=None, precision=None if packed else request.precision, cache="off",
-        budget=None, deadline=None,
+        request, blocks=None, largest=None, frozen=None, cache="off", budget=None, deadline=None,
+        precision=None if quantized else request.precision,
     )  # fmt: skip
     yield "full-parameter", replace(free, methods=("full",), sharded=False)
     if request.cards > 1:
@@ -76,7 +78,7 @@ def _asked(request: Request, hardware: Hardware) -> Iterator[tuple[str, Request]
 
 
 def _break_even(request: Request, best: Candidate | None, other: Candidate) -> float | None:
-    """In dollars; in card-hours where neither has a price."""
+    """Compares dollars, or card-hours where neither has a price."""
     if best is None or best.layout.blocks == 1:
         return None
     if best.dollars is not None and other.dollars is not None:
@@ -88,19 +90,19 @@ def _break_even(request: Request, best: Candidate | None, other: Candidate) -> f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """The nearest change of a request that fits, in words, and what then is best."""
+class Relaxation:
+    """A change of the request with which something fits, in words, and the best layout then."""
 
     words: str
     candidate: Candidate
 
 
-def nearest_change(request: Request, hardware: Hardware) -> Change | None:
-    """Relax one thing after the other, the cheapest to do first; None where nothing helps."""
-    for words, asked in _relaxed(request, hardware):
-        outcome = fit(asked)
+def nearest_change(request: Request, hardware: Hardware) -> Relaxation | None:
+    """The first relaxation that helps, tried from the cheapest one on; None where none helps."""
+    for words, relaxed in _relaxed(request, hardware):
+        outcome = fit(relaxed)
         if outcome.candidates:
-            return Change(words=words, candidate=outcome.candidates[0])
+            return Relaxation(words=words, candidate=outcome.candidates[0])
     return None
 
 
@@ -115,9 +117,9 @@ def _relaxed(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reques
         request, checkpointing=None, precision=None, blocks=None, largest=None, moments=None, state=None, frozen=None,
         loss_chunk=None,
     )  # fmt: skip
-    yield "with everything about blocks, precision and memory left free", free
+    yield "if blocks, precision and memory settings are all left to the planner", free
     if "bcd" not in request.methods:
-        yield "in blocks (--method bcd)", replace(free, methods=("bcd",))
+        yield "if it trains in blocks (--method bcd)", replace(free, methods=("bcd",))
     room = request.room
     for factor in (2, 4):
         more = replace(room, host=room.host * factor, disk=room.disk * factor)

@@ -1,4 +1,4 @@
-"""The configuration that `blocktrain train` runs, for a layout: TOML with the planned choices and their reasons."""
+"""The configuration with which `blocktrain train` runs a planned layout: as tables, and as TOML text."""
 
 from __future__ import annotations
 
@@ -8,34 +8,59 @@ from typing import Any
 from blocktrain.errors import ConfigError
 from blocktrain.plan.fit import Candidate, Request
 from blocktrain.plan.layout import Layout
+from blocktrain.plan.spec import ModelSpec
 
 HEAD = """# Written by `blocktrain plan`. {model} in {blocks} blocks on one {card}:
-# {peak} of device memory at the peak, {step} a step, planned.
-# Choose your own text and tokenizer below; the model's vocabulary must be as large as the tokenizer's.
-# Its weights are random: to fine-tune, put path = "..." (a folder or hub name) in place of [model]'s keys.
+# the planned peak is {peak} of device memory, the planned time of a step is {step}.
+# Choose your own text and tokenizer below; the model's vocabulary must be at least as large as the tokenizer's.
+# The weights begin at random. To fine-tune, replace the keys of [model] by path = "..." (a folder or hub name).
 """
 
 
 def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
-    """As nested tables; raises `ConfigError` for a layout that `blocktrain train` cannot run yet."""
+    """The configuration as nested tables; raises `ConfigError` for a layout that `blocktrain train` cannot run yet."""
     layout, spec = chosen.layout, request.spec
-    lacking = [
-        (layout.cards > 1, "more than one card; plan with --gpus 1"),
-        (layout.method == "offload", "an optimizer on the host; plan with --method bcd"),
-    ]
-    for lacks, what in lacking:
-        if lacks:
-            raise ConfigError(f"'blocktrain train' does not run this layout yet: it has no {what}")
     rows = request.rows // layout.micro_rows * layout.micro_rows
-    cached = layout.cache != "off"
-    values: dict[str, Any] = {
+    every = f"{max(1, min(500, chosen.steps))} steps"
+    values = {
         "name": f"{spec.name.rsplit('/', maxsplit=1)[-1].removesuffix('.json')}-{layout.blocks}-blocks",
-        "precision": layout.precision.name,
-        "text": {"source": "stdlib", "tokenizer": "bytes", "row_tokens": request.seq},
-        "model": {"architecture": spec.architecture, "config": spec.settings()},
-        "blocks": _blocks(layout),
+        **step_config(spec, layout, seq=request.seq, rows=rows),
         "schedule": {"order": "ascending", "visit": f"{chosen.visit_steps} steps"},
         "stop": {"duration": f"{chosen.steps} steps"},
+        "learning_rate": {"shape": "cosine", "warmup_steps": max(1, min(100, chosen.steps // 10)), "final": 0.1},
+        "evaluation": {"every": every},
+        "checkpoint": {"every": every},
+    }
+    if layout.cache != "off":
+        values["sampling"] = {"scope": "sweep", "rate": _rate(request, chosen)}
+        values["schedule"]["visit"] = f"{request.cache_epochs} epochs"
+    return values
+
+
+def step_config(spec: ModelSpec, layout: Layout, *, seq: int, rows: int) -> dict[str, Any]:
+    """What decides a step: precision and the tables of model, data, blocks, cache, optimizer, memory and batch. Raises
+    `ConfigError` for a layout that `blocktrain train` cannot run yet."""
+    missing = [
+        (layout.cards > 1, "several cards; plan with --gpus 1"),
+        (layout.method == "offload", "an optimizer on the host; plan with --method bcd"),
+    ]
+    for is_missing, what in missing:
+        if is_missing:
+            raise ConfigError(f"'blocktrain train' cannot run this layout yet. It does not support {what}")
+    blocks: dict[str, Any] = {"count": layout.blocks} if layout.largest is None else {"largest": layout.largest}
+    if layout.pieces != "layers":
+        blocks["pieces"] = layout.pieces
+    memory: dict[str, Any] = {
+        "frozen": layout.frozen,
+        "checkpointing": "layers" if layout.checkpointing == "layers" else "off",
+    }
+    if layout.loss_chunk is not None:
+        memory["loss_chunk"] = layout.loss_chunk
+    return {
+        "precision": layout.precision.name,
+        "text": {"source": "stdlib", "tokenizer": "bytes", "row_tokens": seq},
+        "model": {"architecture": spec.architecture, "config": spec.settings()},
+        "blocks": blocks,
         "prefix": {"store": {"off": "off", "device": "device", "host": "host", "disk": "file"}[layout.cache]},
         "optimizer": {
             "name": "AdamW",
@@ -46,40 +71,19 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
             "max_grad_norm": 1.0,
             "options": {"fused": True} if layout.moments == "fp32" else {},
         },
-        "memory": _memory(layout),
-        "learning_rate": {"shape": "cosine", "warmup_steps": max(1, min(100, chosen.steps // 10)), "final": 0.1},
+        "memory": memory,
         "batch": {"rows": rows, "micro_rows": layout.micro_rows},
-        "evaluation": {"every": f"{max(1, min(500, chosen.steps))} steps"},
-        "checkpoint": {"every": f"{max(1, min(500, chosen.steps))} steps"},
     }
-    if cached:
-        values["sampling"] = {"scope": "sweep", "rate": _rate(request, chosen)}
-        values["schedule"]["visit"] = f"{request.cache_epochs} epochs"
-    return values
-
-
-def _blocks(layout: Layout) -> dict[str, Any]:
-    if layout.largest is not None:
-        return {"largest": layout.largest}
-    return {"count": layout.blocks} | ({"pieces": layout.pieces} if layout.pieces != "layers" else {})
-
-
-def _memory(layout: Layout) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "frozen": layout.frozen,
-        "checkpointing": "layers" if layout.checkpointing == "layers" else "off",
-    }
-    return values if layout.loss_chunk is None else values | {"loss_chunk": layout.loss_chunk}
 
 
 def _rate(request: Request, chosen: Candidate) -> float:
-    """The subset as a share of the tokens, which are taken to be the training set."""
+    """The cached subset as a share of the training set. The training set is taken to be the tokens of the request."""
     subset = chosen.visit_steps * request.rows * request.seq / request.cache_epochs
     return max(1e-6, min(1.0, float(f"{subset / request.tokens:.4g}")))
 
 
 def toml(values: dict[str, Any], head: str = "") -> str:
-    """The tables as text; plain values first, as TOML wants."""
+    """The tables as TOML text, with plain values before tables as TOML requires."""
     return head + "\n".join(_lines(values, ""))
 
 

@@ -14,14 +14,14 @@ from decimal import Decimal
 from blocktrain.errors import ConfigError
 from blocktrain.units import Dollars
 
-# Tokens BCD needs over tokens full training needs, to the same loss: averages and worst of the paper (Adam). Section
-# 4.2.3 says 1.39; the paper's own tables 5 to 7 and 12 to 14 were made with 1.25 (see experiments/economics).
+# Tokens that BCD needs over tokens that full training needs, to the same loss: the paper's average and its worst case
+# (Adam, section 4.2.3), and the value with which its tables 5 to 7 and 12 to 14 were made (see experiments/economics).
 MULTIPLIERS: Mapping[str, float] = {"average": 1.39, "worst": 2.77, "tables": 1.25}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Multiplier:
-    """The factor and where it comes from."""
+class BFMultiplier:
+    """A B-F multiplier, and where it comes from."""
 
     value: float
     source: str
@@ -31,19 +31,21 @@ class Multiplier:
             raise ConfigError(f"a multiplier must be positive, not {self.value:g}")
 
 
-SAME_TOKENS = Multiplier(value=1.0, source="the same number of tokens")
+SAME_TOKENS = BFMultiplier(value=1.0, source="the same number of tokens")
 
 
-def find_multiplier(text: str) -> Multiplier:
-    """`"average"`, `"worst"` and `"tables"` of the paper, or a number."""
+def find_multiplier(text: str) -> BFMultiplier:
+    """`"average"`, `"worst"` or `"tables"` (the paper's), or a number; raises `ConfigError` for anything else."""
     if text in MULTIPLIERS:
-        where = "used in the paper's tables" if text == "tables" else "paper, section 4.2.3"
-        return Multiplier(value=MULTIPLIERS[text], source=f"{text}, {where}")
+        where = "as in the paper's tables" if text == "tables" else "paper, section 4.2.3"
+        return BFMultiplier(value=MULTIPLIERS[text], source=f"{text}, {where}")
     try:
-        return Multiplier(value=float(text), source="given")
+        return BFMultiplier(value=float(text), source="given")
     except ValueError:
         known = ", ".join(MULTIPLIERS)
-        raise ConfigError(f"multiplier '{text}' is neither a number, {known}, nor the folder of a comparison") from None
+        raise ConfigError(
+            f"multiplier '{text}' is neither a number nor one of {known}, nor the folder of a comparison"
+        ) from None
 
 
 def price_of(seconds: float, cards: int, usd_per_hour: Decimal) -> Dollars:
@@ -57,5 +59,5 @@ def reduction(cost: float, full_cost: float) -> float:
 
 
 def break_even(cost_at_one: float, full_cost: float) -> float:
-    """The multiplier up to which the cheaper step pays."""
+    """The multiplier up to which training in blocks is cheaper; `cost_at_one` is its cost at a multiplier of 1."""
     return full_cost / cost_at_one

@@ -1,10 +1,11 @@
-"""The search: every sensible layout, whether it fits, what it takes; the cheapest first.
+"""The search: every sensible layout, whether it fits, how long it takes and what it costs; the cheapest first.
 
-For each way to spread over the cards, block count and precision the largest micro-batch that fits is taken: smaller
-ones are not faster. A loss in chunks and checkpointing are tried where they buy a larger one than a few rows.
+For each spread over the cards, number of blocks and precision, the search takes the largest micro-batch that fits,
+because smaller ones are not faster. It tries a chunked loss and checkpointing where only a few rows fit without them.
 
-What costs time or exactness wherever it is used comes last, when nothing else fits: frozen weights streamed from the
-host, moments in 8 bits or dropped, masters rebuilt from bf16, blocks smaller than a layer.
+Some means cost time or exactness wherever they are used. They are tried only when nothing fits without them: streaming
+frozen weights from the host, 8-bit moments or none between visits, masters rebuilt from bf16, blocks smaller than a
+layer.
 """
 
 from __future__ import annotations
@@ -13,44 +14,46 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import product
+from typing import TYPE_CHECKING
 
-from blocktrain.plan.cost import SAME_TOKENS, Multiplier, price_of
+from blocktrain.plan.cost import SAME_TOKENS, BFMultiplier, price_of
 from blocktrain.plan.hardware import GIB, Rates
 from blocktrain.plan.layout import (
-    PRECISIONS,
+    PRECISION_SPECS,
+    CacheTier,
     Checkpointing,
     Layout,
-    Method,
-    Moments,
-    Pieces,
-    Place,
-    Precision,
-    State,
-    Tier,
+    MomentFormat,
+    MomentPlace,
+    PrecisionSpec,
+    TrainingMethod,
+    WeightPlace,
 )
-from blocktrain.plan.memory import Memory, host_parts, memory
+from blocktrain.plan.memory import MemoryPlan, host_parts, plan_memory
 from blocktrain.plan.shapes import cut_up_to, widest_row
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.plan.step import Setting, StepTime, step_time
 from blocktrain.units import Dollars
 
+if TYPE_CHECKING:  # that module imports PyTorch
+    from blocktrain.chain.partition import Pieces
+
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FINER = (1, 3)  # blocks of a layer's size, and of a third of it, when nothing larger fits
-CHUNK = 1024  # tokens of a loss in chunks
+LOSS_CHUNK = 1024  # tokens of a chunked loss
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-ENOUGH_ROWS = 4  # in a micro-batch: beyond, kernels are large enough
-MOST_ROWS = 64
+ENOUGH_ROWS = 4  # in a micro-batch: kernels are then large enough
+LARGEST_MICRO_BATCH = 64  # rows
 VISIT_STEPS = 100  # of a visit without a cache
-FEWEST_VISIT_STEPS = 25  # with one, whose subset must fit
-HOST_SHARE, DISK_SHARE = (
-    0.5,
-    0.9,
-)  # of what is free, for a prefix cache; as the cache itself takes (cache/cost_model.py)
+FEWEST_VISIT_STEPS = 25  # of a visit with a cache, whose subset must fit into it
+# Of what is free, for a prefix cache; cache/cost_model.py leaves as much alone.
+HOST_SHARE, DISK_SHARE = 0.5, 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes one may use: of a card, of host memory for one card, of a node's disk."""
+    """Bytes that may be used: of a card, of host memory for one card, of a node's disk. fragmentation: the share of a
+    peak that the allocator takes beside it."""
 
     card: float
     host: float
@@ -58,13 +61,16 @@ class Room:
     fragmentation: float = 0.0
 
     def holds(self, peak: float) -> bool:
-        """Whether a peak fits on a card, with what an allocator wastes."""
+        """Whether a peak of so many bytes fits on a card, with what the allocator wastes."""
         return peak * (1 + self.fragmentation) <= self.card
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked: train `spec` on `tokens` tokens of rows of `seq`, `rows` a step, on `cards` cards."""
+    """What is to be planned: train `spec` on `tokens` tokens, in rows of `seq` and steps of `rows`, on `cards` cards.
+
+    Where a choice is None, the search makes it.
+    """
 
     spec: ModelSpec
     card: str
@@ -75,29 +81,29 @@ class Request:
     rates: Rates
     room: Room
     usd_per_hour: Decimal | None = None
-    methods: tuple[Method, ...] = ("bcd",)
-    blocks: int | None = None  # None: any
-    pieces: Pieces = "layers"  # of blocks by their number
-    largest: int | None = None  # None: blocks by their number
+    methods: tuple[TrainingMethod, ...] = ("bcd",)
+    blocks: int | None = None
+    pieces: Pieces = "layers"  # of which a number of blocks is made
+    largest: int | None = None  # cut blocks by their size instead
     precision: str | None = None
-    moments: Moments | None = None
-    state: State | None = None
-    frozen: Place | None = None
+    moments: MomentFormat | None = None
+    state: MomentPlace | None = None
+    frozen: WeightPlace | None = None
     checkpointing: Checkpointing | None = None
-    loss_chunk: int | None = None  # 0: the whole loss at once
-    cache: Tier | None = None
-    sharded: bool | None = None  # FSDP2 over all data-parallel ranks; None: with and without
+    loss_chunk: int | None = None  # tokens; 0: no chunks
+    cache: CacheTier | None = None
+    sharded: bool | None = None  # FSDP2 over all data-parallel ranks
     most_stages: int = 32  # of a pipeline
     cards_per_node: int = 8
     overlap: float = 0.5
     cache_epochs: int = 1
-    multiplier: Multiplier = SAME_TOKENS  # of BCD
+    multiplier: BFMultiplier = SAME_TOKENS  # of BCD
     budget: Dollars | None = None
     deadline: float | None = None  # seconds
 
     @property
     def setting(self) -> Setting:
-        """For `step_time`."""
+        """What `step_time` needs of it."""
         return Setting(
             seq=self.seq,
             rows=self.rows,
@@ -110,12 +116,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with what it takes."""
+    """A layout that fits, with its memory, time and cost."""
 
     layout: Layout
-    memory: Memory
+    memory: MemoryPlan
     step: StepTime
-    steps: int  # with the multiplier
+    steps: int  # of the whole run, the multiplier included
     visit_steps: int
     seconds: float  # of the whole run
     tokens_per_second: float
@@ -125,31 +131,31 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better: within the limits, then cheap, then fast, then simple."""
+        """The smallest is the best: first within the limits, then cheap, then fast, then exact, then simple."""
         cost = float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
         return (len(self.exceeded), cost, self.seconds, self.layout.losses, self.layout.pipeline + self.layout.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """The layout that comes nearest to fitting, and what does not."""
+    """The layout that comes nearest to fitting, and what it lacks."""
 
     layout: Layout
-    memory: Memory
-    what: str  # "card", "host memory", "disk"
+    memory: MemoryPlan
+    what: str  # "device memory", "host memory" or "disk space"
     need: float  # bytes
-    there: float
-    part: str  # the largest
+    there: float  # bytes
+    part: str  # the largest part of the need
 
     @property
     def ratio(self) -> float:
-        """How far from fitting; 1 would."""
+        """The need over what there is; up to 1 it would fit."""
         return self.need / self.there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Candidates, best first; or, where nothing fits, the nearest miss."""
+    """The candidates, best first; where nothing fits, the layout that comes nearest to fitting."""
 
     candidates: tuple[Candidate, ...] = ()
     overflow: Overflow | None = field(default=None)
@@ -169,7 +175,7 @@ def fit(request: Request) -> Fit:
 def _fit(request: Request, tried: Iterator[Layout]) -> Fit:
     found: list[Candidate] = []
     nearest: Overflow | None = None
-    roomy: set[Layout] = set()  # fit as they are, a few rows at a time
+    roomy: set[Layout] = set()  # of those without checkpointing and chunks: enough rows fit
     for layout in tried:
         plain = replace(layout, checkpointing="none", loss_chunk=None)
         if layout != plain and plain in roomy:
@@ -191,42 +197,63 @@ def _fit(request: Request, tried: Iterator[Layout]) -> Fit:
     return Fit(candidates=tuple(best.values()), overflow=None if found else nearest)
 
 
+@dataclass(frozen=True)
+class _Spread:
+    """How a model and its rows are spread over the cards."""
+
+    data: int
+    pipeline: int
+    shards: int
+
+
 def layouts(request: Request) -> Iterator[Layout]:
-    """All but the micro-batch and the cache: see `_largest_micro_batch` and `_tiers`."""
+    """All layouts but those of `saving_layouts`; `_largest_micro_batch` and `_tiers` complete them."""
     if request.frozen == "host" or request.largest is not None:
         return
     for method in request.methods:
         for precision in _precisions(request, method):
-            for pipeline in (p for p in STAGES if request.cards % p == 0 and p <= request.most_stages):
-                data = request.cards // pipeline
-                if data > request.rows or pipeline > request.spec.layers:
-                    continue
-                pieces = request.pieces if method == "bcd" else "layers"
-                if pipeline > 1 and (precision.packed or pieces == "modules"):
-                    continue
-                for shards in _shards(request, method, data):
-                    if precision.packed and shards > 1:
-                        continue
-                    for blocks, (checkpointing, chunk) in product(_blocks(request, method, pipeline), _thrift(request)):
-                        yield Layout(
-                            method=method,
-                            blocks=blocks,
-                            pieces=pieces,
-                            precision=precision,
-                            moments=request.moments or "fp32",
-                            state=request.state or "host",
-                            checkpointing=checkpointing,
-                            loss_chunk=chunk,
-                            data=data,
-                            pipeline=pipeline,
-                            shards=shards,
-                        )
+            for spread in _spreads(request, method, precision):
+                choices = product(_blocks(request, method, spread.pipeline), _activation_savings(request))
+                for blocks, (checkpointing, chunk) in choices:
+                    yield Layout(
+                        method=method,
+                        blocks=blocks,
+                        pieces=request.pieces if method == "bcd" else "layers",
+                        precision=precision,
+                        moments=request.moments or "fp32",
+                        state=request.state or "host",
+                        checkpointing=checkpointing,
+                        loss_chunk=chunk,
+                        data=spread.data,
+                        pipeline=spread.pipeline,
+                        shards=spread.shards,
+                    )
+
+
+def _spreads(request: Request, method: TrainingMethod, precision: PrecisionSpec) -> list[_Spread]:
+    """The ways to use all cards that this method and precision allow."""
+    cards, divided = request.cards, method == "bcd" and request.pieces == "modules"
+    every = [
+        _Spread(data=cards // pipeline, pipeline=pipeline, shards=shards)
+        for pipeline in STAGES
+        if cards % pipeline == 0
+        for shards in dict.fromkeys((1, cards // pipeline))
+    ]
+    return [
+        spread
+        for spread in every
+        if spread.data <= request.rows
+        and spread.pipeline <= min(request.most_stages, request.spec.layers)
+        and (spread.pipeline == 1 or not (precision.quantized or divided))
+        and (spread.shards == 1 or not (precision.quantized or method == "offload"))
+        and (spread.data == 1 or method == "offload" or request.sharded in (None, spread.shards > 1))
+    ]
 
 
 def saving_layouts(request: Request) -> Iterator[Layout]:
-    """Those that save memory at any price, for when nothing else fits; each card holds the whole model or streams it.
+    """Layouts that save memory at any price, for when nothing else fits. Each card holds the whole model or streams it.
 
-    Checkpointing belongs to streaming: without it autograd keeps what was fetched.
+    Streaming needs checkpointing: without it autograd keeps the weights that were copied to the card.
     """
     if request.rows < request.cards or request.sharded:
         return
@@ -239,12 +266,12 @@ def saving_layouts(request: Request) -> Iterator[Layout]:
         cuts += [(len(cut_up_to(request.spec, size)), size) for size in sizes]
     precisions = [
         precision
-        for precision in PRECISIONS.values()
+        for precision in PRECISION_SPECS.values()
         if precision.weight in request.rates.matmul_flops and request.precision in (None, precision.name)
     ]
-    places: list[Place] = ["device", "host"] if request.frozen is None else [request.frozen]
-    moments: list[Moments] = ["fp32", "8bit"] if request.moments is None else [request.moments]
-    states: list[State] = ["host", "drop"] if request.state is None else [request.state]
+    places: list[WeightPlace] = ["device", "host"] if request.frozen is None else [request.frozen]
+    moments: list[MomentFormat] = ["fp32", "8bit"] if request.moments is None else [request.moments]
+    states: list[MomentPlace] = ["host", "drop"] if request.state is None else [request.state]
     for (blocks, largest), precision, place, kept, state in product(cuts, precisions, places, moments, states):
         yield Layout(
             blocks=blocks,
@@ -255,25 +282,26 @@ def saving_layouts(request: Request) -> Iterator[Layout]:
             frozen=place,
             state=state,
             checkpointing=request.checkpointing or "layers",
-            loss_chunk=CHUNK if request.loss_chunk is None else request.loss_chunk or None,
+            loss_chunk=LOSS_CHUNK if request.loss_chunk is None else request.loss_chunk or None,
             data=request.cards,
         )
 
 
-def _precisions(request: Request, method: Method) -> list[Precision]:
-    """Those that lose updates only where they are asked for by name; packed ones where something is frozen."""
-    known = [precision for precision in PRECISIONS.values() if precision.weight in request.rates.matmul_flops]
+def _precisions(request: Request, method: TrainingMethod) -> list[PrecisionSpec]:
+    """Precisions that a search may take: quantized ones where something is frozen, and those that lose updates only if
+    the request names them."""
+    known = [precision for precision in PRECISION_SPECS.values() if precision.weight in request.rates.matmul_flops]
     if method != "bcd":
-        known = [precision for precision in known if not precision.packed]
+        known = [precision for precision in known if not precision.quantized]
     if request.precision is not None:
         return [precision for precision in known if precision.name == request.precision]
     most = 1 if method == "bcd" else 0
-    return [precision for precision in known if precision.loses <= most]
+    return [precision for precision in known if precision.loss <= most]
 
 
-def _thrift(request: Request) -> list[tuple[Checkpointing, int | None]]:
-    """(checkpointing, loss in chunks), what saves least first."""
-    ways: list[tuple[Checkpointing, int | None]] = [("none", None), ("none", CHUNK), ("layers", CHUNK)]
+def _activation_savings(request: Request) -> list[tuple[Checkpointing, int | None]]:
+    """(checkpointing, tokens of a loss chunk), what saves least first."""
+    ways: list[tuple[Checkpointing, int | None]] = [("none", None), ("none", LOSS_CHUNK), ("layers", LOSS_CHUNK)]
     if request.loss_chunk is not None:
         ways = [(checkpointing, request.loss_chunk or None) for checkpointing in ("none", "layers")]
     if request.checkpointing is not None:
@@ -281,13 +309,7 @@ def _thrift(request: Request) -> list[tuple[Checkpointing, int | None]]:
     return list(dict.fromkeys(ways))
 
 
-def _shards(request: Request, method: Method, data: int) -> list[int]:
-    if method == "offload" or data == 1:
-        return [1]
-    return [count for count in (1, data) if request.sharded in (None, count > 1)]
-
-
-def _blocks(request: Request, method: Method, pipeline: int) -> list[int]:
+def _blocks(request: Request, method: TrainingMethod, pipeline: int) -> list[int]:
     if method != "bcd":
         return [1]
     most = (request.spec.layers + 2) // pipeline
@@ -296,31 +318,31 @@ def _blocks(request: Request, method: Method, pipeline: int) -> list[int]:
     return [count for count in BLOCK_COUNTS if count <= most]
 
 
-def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memory]:
-    """The largest power of two rows at a time that fits, at least one, whether that fits or not."""
+def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, MemoryPlan]:
+    """The largest micro-batch that fits, in powers of two; one row even if it does not fit."""
     rank_rows = max(1, request.rows // layout.data)
-    found: tuple[Layout, Memory] | None = None
+    found: tuple[Layout, MemoryPlan] | None = None
     rows = 1
     while True:
         sized = replace(layout, micro_rows=rows)
         micro_steps = -(-rank_rows // rows)
         in_flight = min(layout.pipeline, micro_steps)
-        peak = memory(request.spec, sized, seq=request.seq, in_flight=in_flight, micro_steps=micro_steps)
+        peak = plan_memory(request.spec, sized, seq=request.seq, in_flight=in_flight, micro_steps=micro_steps)
         fits = request.room.holds(peak.peak)
         if found is None or fits:
             found = sized, peak
         rows *= 2
-        if not fits or rows > min(rank_rows, MOST_ROWS):
+        if not fits or rows > min(rank_rows, LARGEST_MICRO_BATCH):
             return found
 
 
-def _missing(request: Request, layout: Layout, peak: Memory) -> Overflow | None:
+def _missing(request: Request, layout: Layout, peak: MemoryPlan) -> Overflow | None:
     room, nodes = request.room, -(-layout.cards // request.cards_per_node)
     on_card = peak.peak * (1 + room.fragmentation)
     for what, need, there, parts in (
-        ("card", on_card, room.card, peak.parts),
+        ("device memory", on_card, room.card, peak.parts),
         ("host memory", peak.host_bytes, room.host, peak.host),
-        ("disk", peak.disk_bytes, room.disk * nodes, peak.disk),
+        ("disk space", peak.disk_bytes, room.disk * nodes, peak.disk),
     ):
         if need > there:
             largest = max(parts, key=lambda part: parts[part])
@@ -328,7 +350,7 @@ def _missing(request: Request, layout: Layout, peak: Memory) -> Overflow | None:
     return None
 
 
-def _tiers(request: Request, layout: Layout, peak: Memory) -> list[Layout]:
+def _tiers(request: Request, layout: Layout, peak: MemoryPlan) -> list[Layout]:
     """The layout without a prefix cache, and with one wherever a useful subset has room."""
     if layout.blocks == 1:
         return [layout]
@@ -340,8 +362,8 @@ def _tiers(request: Request, layout: Layout, peak: Memory) -> list[Layout]:
     ]
 
 
-def visit_steps(request: Request, layout: Layout, peak: Memory) -> int:
-    """How long a visit lasts: with a cache, as many passes over the subset as asked for, as far as there is room."""
+def visit_steps(request: Request, layout: Layout, peak: MemoryPlan) -> int:
+    """How many steps a visit has: with a cache, the requested number of passes over a subset that has room."""
     most = max(1, request.tokens // (request.rows * request.seq * layout.blocks))
     if layout.cache == "off":
         return min(VISIT_STEPS, most)
@@ -355,8 +377,8 @@ def visit_steps(request: Request, layout: Layout, peak: Memory) -> int:
     return min(most, int(subset * request.cache_epochs) // (request.rows * request.seq))
 
 
-def candidate(request: Request, layout: Layout, peak: Memory) -> Candidate:
-    """Time and cost of a layout that fits."""
+def candidate(request: Request, layout: Layout, peak: MemoryPlan) -> Candidate:
+    """A layout that fits, with its time and cost."""
     step = step_time(request.spec, layout, request.setting)
     factor = request.multiplier.value if layout.method == "bcd" and layout.blocks > 1 else 1.0
     tokens = request.rows * request.seq
@@ -381,7 +403,7 @@ def candidate(request: Request, layout: Layout, peak: Memory) -> Candidate:
 
 
 def room_on(memory_gib: float, reserve_gib: float, host_gib: float, disk_gib: float, *, fragmentation: float) -> Room:
-    """In bytes, from what people say of a machine."""
+    """A machine's room in bytes, from figures in GiB."""
     return Room(
         card=(memory_gib - reserve_gib) * GIB, host=host_gib * GIB, disk=disk_gib * GIB, fragmentation=fragmentation
     )

@@ -1,4 +1,5 @@
-"""Cards, links and prices, each figure with where it comes from: `hardware.toml`, overridden by file or flag."""
+"""Cards, links and prices, each with its source, from `hardware.toml` or a file of the user's; and the rates that a
+machine achieves."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from importlib import resources
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from blocktrain.errors import ConfigError, nearest
 
-Kind = Literal["measured", "published", "paper", "assumed", "given"]
+OriginKind = Literal["measured", "published", "paper", "assumed", "given"]
 GIB = 2.0**30
 THIS_MACHINE = "this-machine"
 
@@ -23,14 +24,15 @@ THIS_MACHINE = "this-machine"
 class Origin:
     """Where a figure comes from."""
 
-    kind: Kind
+    kind: OriginKind
     source: str
     date: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """What of a published peak is reached, and what a rented machine has beside its cards. See `hardware.toml`."""
+    """The share of a published peak that training reaches, and what a rented machine has beside its cards. Every field
+    is explained in `hardware.toml`."""
 
     matmul_efficiency_fp32: float
     matmul_efficiency_bf16: float
@@ -102,7 +104,7 @@ class Hardware:
         raise ConfigError(f"GPU '{name}' is unknown; {hint}")
 
     def price(self, card: str, provider: str | None = None) -> Price | None:
-        """Of `provider`, or of the first that has the card; None where nobody does."""
+        """What `provider` asks for the card, or the first provider that has it; None where nobody does."""
         if provider is not None and provider not in self.prices:
             raise ConfigError(f"provider '{provider}' is unknown; {nearest(provider, self.prices)}")
         for name in [provider] if provider else self.prices:
@@ -112,10 +114,10 @@ class Hardware:
 
 
 def load_hardware(extra: Path | None = None) -> Hardware:
-    """The package's figures, with those of a file of the same form laid over them."""
+    """The package's figures, overridden by those in `extra`, a file of the same form; raises `ConfigError`."""
     values = tomllib.loads(resources.files("blocktrain.plan").joinpath("hardware.toml").read_text(encoding="utf-8"))
     if extra is not None:
-        values = _laid_over(values, _read(extra))
+        values = _merged(values, _read(extra))
     try:
         return _hardware(values)
     except KeyError as error:
@@ -131,12 +133,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"hardware file '{path}' cannot be read: {error}") from None
 
 
-def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
     for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _laid_over(merged[key], value) if both else value
-    return merged
+        both = isinstance(value, Mapping) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _hardware(values: Mapping[str, Any]) -> Hardware:
@@ -144,7 +146,7 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
         name: Link(name=name, bytes_per_second=float(item["bytes_per_second"]), origin=_origin(item))
         for name, item in values["links"].items()
     }
-    names = {field.name for field in fields(Assumed)} - {"origin"}
+    names = {item.name for item in fields(Assumed)} - {"origin"}
     assumed = Assumed(**{name: values["assumed"][name] for name in names}, origin=_origin(values["assumed"]))
     cards = {name: _card(name, item, links) for name, item in values["cards"].items()}
     prices = {
@@ -180,29 +182,34 @@ def _card(name: str, item: Mapping[str, Any], links: Mapping[str, Link]) -> Card
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one card achieves, in FLOPs and bytes per second, and how that is known.
+    """What one card achieves, in FLOPs, bytes or parameters per second, and how each rate is known.
 
-    matmul, attention: by bytes of the compute dtype (4: fp32, 2: bf16); a dtype the card does not multiply is absent.
+    matmul_flops, attention_flops: by the bytes of the compute dtype (4: fp32, 2: bf16). A dtype that the card does not
+        multiply is absent.
+    memory_bytes: of elementwise kernels, read and written. kernel_seconds: the shortest time of a kernel.
+    update_scalars: parameters that fused AdamW updates. host_memory_bytes: what AdamW on the host reads and writes.
+    kind: how all rates are known but those in `other_kinds`, which is by the name of the rate.
     """
 
     matmul_flops: Mapping[int, float]
     attention_flops: Mapping[int, float]
     memory_bytes: float
     kernel_seconds: float
-    update_scalars: float  # fused AdamW, parameters per second
+    update_scalars: float
     host_link_bytes: float
     peer_link_bytes: float
     network_bytes: float
     host_memory_bytes: float
     disk_bytes: float
-    kind: Kind
+    kind: OriginKind
+    other_kinds: Mapping[str, OriginKind] = field(default_factory=dict)
 
 
 UPDATE_BYTES = 28  # AdamW of one fp32 scalar: weight, gradient, two moments read; weight and moments written
 
 
 def achievable(card: Card, hardware: Hardware) -> Rates:
-    """A card's published peaks times the assumed efficiencies."""
+    """A card's published peaks times the assumed efficiencies, with assumed rates of the machine around it."""
     assumed = hardware.assumed
     peaks = {4: (card.fp32_flops, assumed.matmul_efficiency_fp32)}
     if card.bf16_flops is not None:
@@ -220,21 +227,65 @@ def achievable(card: Card, hardware: Hardware) -> Rates:
         host_memory_bytes=assumed.host_memory_bytes_per_second,
         disk_bytes=assumed.disk_bytes_per_second,
         kind="published",
+        other_kinds={"kernel_seconds": "assumed", "host_memory_bytes": "assumed", "disk_bytes": "assumed"},
     )
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    """The rates of `Rates` that one machine with one device can measure. disk_bytes: None where it could not write."""
+
+    matmul_flops: Mapping[int, float]
+    attention_flops: Mapping[int, float]
+    memory_bytes: float
+    kernel_seconds: float
+    update_scalars: float
+    host_link_bytes: float
+    host_memory_bytes: float
+    disk_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `blocktrain calibrate` measured on this machine, as it is stored."""
+    """What `blocktrain calibrate` measured on this machine, as it is stored: nothing else."""
 
     device: str
     memory_bytes_total: float
-    rates: Rates
+    rates: MeasuredRates
     date: str
 
 
+def calibrated(calibration: Calibration, hardware: Hardware) -> Rates:
+    """The measured rates, completed by published and assumed ones, which `other_kinds` names.
+
+    Links cannot be measured with one device. Whatever is connected to it is taken to be reached over the network.
+    """
+    measured = calibration.rates
+    network = hardware.network.bytes_per_second * hardware.assumed.link_efficiency
+    other_kinds: dict[str, OriginKind] = {
+        "peer_link_bytes": hardware.network.origin.kind,
+        "network_bytes": hardware.network.origin.kind,
+    }
+    if measured.disk_bytes is None:
+        other_kinds["disk_bytes"] = "assumed"
+    return Rates(
+        matmul_flops=measured.matmul_flops,
+        attention_flops=measured.attention_flops,
+        memory_bytes=measured.memory_bytes,
+        kernel_seconds=measured.kernel_seconds,
+        update_scalars=measured.update_scalars,
+        host_link_bytes=measured.host_link_bytes,
+        peer_link_bytes=network,
+        network_bytes=network,
+        host_memory_bytes=measured.host_memory_bytes,
+        disk_bytes=hardware.assumed.disk_bytes_per_second if measured.disk_bytes is None else measured.disk_bytes,
+        kind="measured",
+        other_kinds=other_kinds,
+    )
+
+
 def calibration_file() -> Path:
-    """In the user's configuration folder."""
+    """Where `blocktrain calibrate` stores its rates: in the user's configuration folder."""
     home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(home) / "blocktrain" / "this-machine.json"
 
@@ -247,10 +298,10 @@ def load_calibration(path: Path | None = None) -> Calibration:
         rates = dict(values["rates"])
         for key in ("matmul_flops", "attention_flops"):
             rates[key] = {int(dtype): float(rate) for dtype, rate in rates[key].items()}
-        return Calibration(**{**values, "rates": Rates(**rates)})
+        return Calibration(**{**values, "rates": MeasuredRates(**rates)})
     except FileNotFoundError:
         raise ConfigError(
-            f"this machine has not been measured: run 'blocktrain calibrate' ('{path}' is missing)"
+            f"this machine has not been measured yet: run 'blocktrain calibrate' ('{path}' is missing)"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"'{path}' cannot be read ({error}); run 'blocktrain calibrate' again") from None

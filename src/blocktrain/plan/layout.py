@@ -1,4 +1,4 @@
-"""One way to run a training step: what is active, in which precision, how much at a time, on how many cards."""
+"""One way to run a training step: what is trained, in which precision, how many rows at a time, on how many cards."""
 
 from __future__ import annotations
 
@@ -14,77 +14,93 @@ from blocktrain.errors import ConfigError, nearest
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
 
-Method = Literal["bcd", "full", "offload"]
-METHODS: tuple[Method, ...] = ("bcd", "full", "offload")
+TrainingMethod = Literal["bcd", "full", "offload"]
+TRAINING_METHODS: tuple[TrainingMethod, ...] = ("bcd", "full", "offload")
 Checkpointing = Literal["none", "layers"]
-Tier = Literal["off", "device", "host", "disk"]
-Place = Literal["device", "host"]
-State = Literal["drop", "host"]
-Moments = Literal["fp32", "8bit"]
+CacheTier = Literal["off", "device", "host", "disk"]
+WeightPlace = Literal["device", "host"]
+MomentPlace = Literal["drop", "host"]
+MomentFormat = Literal["fp32", "8bit"]
 Role = Literal["absent", "frozen", "active"]
-MOMENT_BYTES: dict[Moments, float] = {"fp32": 8.0, "8bit": 2 * (1 + 4 / 256)}  # both of AdamW; optim/adamw8bit.py
+# Bytes of both of AdamW's moments, per active scalar; see optim/adamw8bit.py.
+MOMENT_BYTES: dict[MomentFormat, float] = {"fp32": 8.0, "8bit": 2 * (1 + 4 / 256)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Bytes of a scalar, by what it is; the presets of `optim/precision.py`, in numbers."""
+class PrecisionSpec:
+    """The presets of `optim/precision.py` in numbers: bytes per scalar of each tensor, and what a preset gives up.
+
+    weight: of an active parameter; also the bytes of the compute dtype.
+    frozen: of a frozen matrix, which may be quantized (`optim/quantize.py`).
+    master: of an active parameter's fp32 master.
+    gradient, accumulated: of the gradient of one micro-batch, and of a sum over several.
+    low_bits: of every parameter, in host memory: what a bf16 weight leaves out of its fp32 master.
+    dequantize: memory traffic of computing one weight from its quantized form, in plain PyTorch.
+    loss: 0: nothing is given up; 1: frozen weights are rounded; 2: updates below the resolution of bf16 are lost, too.
+    """
 
     name: str
-    weight: int  # of an active parameter; also the compute dtype's
-    frozen: float  # of a frozen matrix at rest: optim/quantize.py
-    master: int  # beside the weight, of active parameters
-    gradient: int  # of one micro-batch
-    summed: int  # of several
-    remainder: int  # of every parameter, in host memory: what the weights leave out of their masters
-    unpacking: float = 0.0  # moved to compute one weight from its packed form, in plain PyTorch
-    loses: int = 0  # 0: nothing; 1: frozen weights are rounded; 2: updates smaller than bf16 resolves, too
+    weight: int
+    frozen: float
+    master: int
+    gradient: int
+    accumulated: int
+    low_bits: int
+    dequantize: float = 0.0
+    loss: int = 0
 
     @property
-    def packed(self) -> bool:
-        """Whether frozen matrices rest in another form than they are computed with."""
+    def quantized(self) -> bool:
+        """Whether frozen matrices are stored in another format than they are computed with."""
         return self.frozen != self.weight
 
 
-FP32 = Precision(name="fp32", weight=4, frozen=4, master=0, gradient=4, summed=4, remainder=0)
-BF16_EXACT = Precision(name="bf16-exact", weight=2, frozen=2, master=4, gradient=2, summed=4, remainder=2)
-INT8 = replace(BF16_EXACT, name="int8", frozen=1 + 2 / 128, unpacking=7.0, loses=1)
-NF4 = replace(BF16_EXACT, name="nf4", frozen=0.5 + 2 / 64, unpacking=22.5, loses=1)
-BF16 = replace(BF16_EXACT, name="bf16", remainder=0, loses=2)
-PRECISIONS = {precision.name: precision for precision in (FP32, BF16_EXACT, INT8, NF4, BF16)}
+_FP32 = PrecisionSpec(name="fp32", weight=4, frozen=4, master=0, gradient=4, accumulated=4, low_bits=0)
+_EXACT = PrecisionSpec(name="bf16-exact", weight=2, frozen=2, master=4, gradient=2, accumulated=4, low_bits=2)
+_SPECS = (
+    _FP32,
+    _EXACT,
+    replace(_EXACT, name="int8", frozen=1 + 2 / 128, dequantize=7.0, loss=1),
+    replace(_EXACT, name="nf4", frozen=0.5 + 2 / 64, dequantize=22.5, loss=1),
+    replace(_EXACT, name="bf16", low_bits=0, loss=2),
+)
+PRECISION_SPECS: dict[str, PrecisionSpec] = {spec.name: spec for spec in _SPECS}
 
 
-def find_precision(name: str) -> Precision:
-    """The precision called `name`; raises `ConfigError` naming the nearest one."""
-    if name not in PRECISIONS:
-        raise ConfigError(f"precision '{name}' is unknown; {nearest(name, PRECISIONS)}")
-    return PRECISIONS[name]
+def find_precision(name: str) -> PrecisionSpec:
+    """The precision called `name`; raises `ConfigError` with the nearest name."""
+    if name not in PRECISION_SPECS:
+        raise ConfigError(f"precision '{name}' is unknown; {nearest(name, PRECISION_SPECS)}")
+    return PRECISION_SPECS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A candidate. Cards = data x pipeline; `shards` of the data-parallel ranks hold a part of each tensor (FSDP2).
+    """A candidate. It runs on data x pipeline cards; `shards` of the data-parallel ranks share each tensor (FSDP2).
 
-    Under a pipeline each stage holds a contiguous piece of the layers, and a block is the union of one piece of each
-    stage (the paper's Figure 2), so that every card always has something active.
+    In a pipeline each stage holds contiguous layers, and a block is the union of one piece of each stage (the paper's
+    Figure 2), so that every card always has something to train.
 
-    pieces: what a number of blocks is made of, as `[blocks]` takes it.
-    largest: blocks are cut by their size instead of their number (`chain/segment.py`), smaller than a layer where that
-        is asked for; `blocks` is then how many this makes.
-    frozen, state, loss_chunk: as `[memory]` and `[optimizer]` of a run take them.
+    method: training in blocks ("bcd"), in full, or in full with the optimizer on the host ("offload").
+    pieces: what a number of blocks is made of, as in `[blocks]`.
+    largest: blocks are cut by their size instead of their number, if need be inside layers (`chain/segment.py`);
+        `blocks` is then how many that makes.
+    frozen, state, moments, loss_chunk: as in `[memory]` and `[optimizer]`.
+    micro_rows: sequences that one data-parallel rank computes at a time.
     """
 
-    method: Method = "bcd"
+    method: TrainingMethod = "bcd"
     blocks: int = 3
     pieces: Pieces = "layers"
     largest: int | None = None
-    precision: Precision = FP32
-    moments: Moments = "fp32"
-    frozen: Place = "device"
-    state: State = "host"
-    micro_rows: int = 1  # sequences at a time on one data-parallel rank
+    precision: PrecisionSpec = _FP32
+    moments: MomentFormat = "fp32"
+    frozen: WeightPlace = "device"
+    state: MomentPlace = "host"
+    micro_rows: int = 1
     checkpointing: Checkpointing = "none"
     loss_chunk: int | None = None
-    cache: Tier = "off"
+    cache: CacheTier = "off"
     data: int = 1
     pipeline: int = 1
     shards: int = 1
@@ -93,55 +109,60 @@ class Layout:
         if self.method != "bcd" and self.blocks != 1:
             raise ConfigError(f"method '{self.method}' trains one block, not {self.blocks}")
         if self.data % self.shards:
-            raise ConfigError(f"{self.data} data-parallel ranks cannot be cut into shards of {self.shards}")
+            raise ConfigError(f"{self.data} data-parallel ranks cannot be divided into groups of {self.shards} shards")
         for key in ("blocks", "micro_rows", "data", "pipeline", "shards"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
         if (self.largest is not None or self.pieces == "modules") and self.pipeline > 1:
-            raise ConfigError("blocks cut inside of layers are planned without a pipeline")
+            raise ConfigError("blocks that are cut inside layers can only be planned without a pipeline")
 
     @property
     def cards(self) -> int:
-        """GPUs it runs on."""
+        """How many GPUs it runs on."""
         return self.data * self.pipeline
 
     @property
-    def rests(self) -> bool:
-        """Whether frozen matrices are materialized for each run of their layer (`optim/offloaded_weights.py`)."""
-        return self.precision.packed or self.frozen == "host"
+    def materializes(self) -> bool:
+        """Whether frozen matrices are materialized each time their layer runs (`optim/offloaded_weights.py`)."""
+        return self.precision.quantized or self.frozen == "host"
 
     @property
     def losses(self) -> int:
-        """What it gives up against exact training, for a choice between layouts that cost the same."""
-        rounded = self.precision.loses if self.method == "bcd" and self.blocks > 1 else 0
+        """How much exactness it gives up, to choose between layouts that cost the same."""
+        rounded = self.precision.loss if self.method == "bcd" and self.blocks > 1 else 0
         return 2 * rounded + (self.state == "drop" and self.blocks > 1) + (self.moments == "8bit")
 
     @property
     def moment_bytes(self) -> float:
-        """Of an active scalar."""
+        """Bytes of both moments, per active scalar."""
         return MOMENT_BYTES[self.moments]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
-    """Scalars that a block owns, by where, and of what they are made."""
+    """How many scalars a block owns in each part of the model.
+
+    materialized: of all parameters of which it owns at least a part; these are whole during its visit.
+    split: of the largest parameter of which it owns some rows only.
+    largest: the most that it owns of one parameter.
+    """
 
     embedding: int = 0
     layers: int = 0
     head: int = 0
-    awake: int = 0  # of all parameters that it owns something of
-    cut: int = 0  # of the largest parameter of which it owns some rows only
-    largest: int = 0  # that it owns of one parameter
+    materialized: int = 0
+    split: int = 0
+    largest: int = 0
 
     @property
     def scalars(self) -> int:
-        """All."""
+        """All that it owns."""
         return self.embedding + self.layers + self.head
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one card sees of a visit: its transformer layers by their part, and its embedding and head."""
+class CardView:
+    """What one card sees of a visit: how many transformer layers in each part, and what its embedding and head do."""
 
     prefix: int
     active: int
@@ -151,17 +172,17 @@ class Piece:
     owned: Owned
 
 
-def trains_projection(spec: ModelSpec, piece: Piece) -> bool:
+def trains_projection(spec: ModelSpec, view: CardView) -> bool:
     """Whether the output projection has a gradient: it is in the block, or some of its rows are."""
     if spec.tied:
-        return piece.head != "absent" and piece.embedding == "active"
+        return view.head != "absent" and view.embedding == "active"
     norm = 2 * spec.width
-    return piece.owned.head > norm
+    return view.owned.head > norm
 
 
 @lru_cache(maxsize=65536)
-def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = None) -> Piece:
-    """What a card that holds the chain's layers `stage` (None: all of them) sees of a visit to `block`."""
+def card_view(spec: ModelSpec, blocks: int, block: int, stage: range | None = None) -> CardView:
+    """What a card sees of a visit to `block`. The card holds the layers `stage` of the chain; None: all of them."""
     chain = stage if stage is not None else range(spec.layers + 2)
     cuts = cut_evenly(spec, chain, min(blocks, len(chain)))
     active = cuts[min(block, len(cuts) - 1)]
@@ -173,13 +194,13 @@ def piece_of(spec: ModelSpec, blocks: int, block: int, stage: range | None = Non
         embedding=embedding,
         layers=inside * spec.layer_parameters,
         head=head,
-        awake=embedding + head + inside * spec.layer_parameters,
+        materialized=embedding + head + inside * spec.layer_parameters,
         largest=max(spec.vocabulary * spec.width if outer else spec.width, spec.largest_of_layer if inside else 0),
     )
-    return _piece(spec, chain, active, owned)
+    return _view(spec, chain, active, owned)
 
 
-def _piece(spec: ModelSpec, chain: range, active: range, owned: Owned) -> Piece:
+def _view(spec: ModelSpec, chain: range, active: range, owned: Owned) -> CardView:
     def role(index: int) -> Role:
         return "active" if index in active else "frozen" if index in chain else "absent"
 
@@ -187,7 +208,7 @@ def _piece(spec: ModelSpec, chain: range, active: range, owned: Owned) -> Piece:
         len(_inner(spec, part)) for part in (range(chain.start, active.start), range(active.stop, chain.stop))
     )
     first_stage = chain.start == 0  # on the others, gradients pass through the layers below the active ones, too
-    return Piece(
+    return CardView(
         prefix=below if first_stage else 0,
         active=len(_inner(spec, active)),
         tail=above if first_stage else below + above,
@@ -198,56 +219,56 @@ def _piece(spec: ModelSpec, chain: range, active: range, owned: Owned) -> Piece:
 
 
 def _inner(spec: ModelSpec, part: range) -> range:
-    """The transformer layers of a part of the chain."""
+    """The transformer layers in a part of the chain."""
     return range(max(part.start, 1), min(part.stop, spec.layers + 1))
 
 
 @lru_cache(maxsize=256)
-def _cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[Piece, ...]:
-    """Of each visit to the blocks that `largest`, or else `pieces = "modules"`, makes."""
+def _views_cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[CardView, ...]:
+    """A view for each block that `largest`, or otherwise `pieces = "modules"`, makes."""
     return tuple(
-        _piece(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), _owned(spec, cut))
+        _view(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), _owned(spec, cut))
         for cut in (cut_into(spec, blocks) if largest is None else cut_up_to(spec, largest))
     )
 
 
 def _owned(spec: ModelSpec, cut: Sequence[Segment]) -> Owned:
-    places = {0: "embedding", spec.layers + 1: "head"}
+    parts = {0: "embedding", spec.layers + 1: "head"}
     sizes = {"embedding": 0, "layers": 0, "head": 0}
-    of_parameter: dict[str, int] = {}
+    owned: dict[str, int] = {}
     whole: dict[str, int] = {}
     for piece in cut:
-        sizes[places.get(piece.layer, "layers")] += piece.size
+        sizes[parts.get(piece.layer, "layers")] += piece.size
         for name, parameter in piece.parameters.items():
             whole[name] = parameter.numel()
-            of_parameter[name] = of_parameter.get(name, 0) + (piece.size if piece.rows else parameter.numel())
+            owned[name] = owned.get(name, 0) + (piece.size if piece.rows else parameter.numel())
     return Owned(
         **sizes,
-        awake=sum(whole.values()),
-        cut=max((whole[name] for name, mine in of_parameter.items() if mine < whole[name]), default=0),
-        largest=max(of_parameter.values()),
+        materialized=sum(whole.values()),
+        split=max((whole[name] for name, mine in owned.items() if mine < whole[name]), default=0),
+        largest=max(owned.values()),
     )
 
 
 @lru_cache(maxsize=4096)
 def visits(
     spec: ModelSpec, blocks: int, pipeline: int, largest: int | None, pieces: Pieces = "layers"
-) -> tuple[tuple[tuple[Piece, ...], int], ...]:
-    """What the stages see in a visit, and in how many visits of a sweep they see it."""
+) -> tuple[tuple[tuple[CardView, ...], int], ...]:
+    """What the stages see in a visit, with the number of visits of a sweep in which they see it."""
     if largest is not None or pieces == "modules":
-        counted = Counter((piece,) for piece in _cut_inside(spec, blocks, largest))
+        counted = Counter((view,) for view in _views_cut_inside(spec, blocks, largest))
     else:
         stages = cut_evenly(spec, range(spec.layers + 2), pipeline)
-        counted = Counter(tuple(piece_of(spec, blocks, block, stage) for stage in stages) for block in range(blocks))
+        counted = Counter(tuple(card_view(spec, blocks, block, stage) for stage in stages) for block in range(blocks))
     return tuple(counted.items())
 
 
 @lru_cache(maxsize=4096)
 def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
-    """`balanced` (chain/balance.py) over the parameters of consecutive layers of a chain, for layers that are alike.
+    """`balanced` (chain/balance.py) over the parameters of a chain's consecutive layers, which have equal sizes.
 
-    All blocks but the first, which may hold the embedding, and the last, which may hold the head, share the rest
-    evenly; so only how many layers those two take is searched.
+    All blocks but two share the layers evenly: the first, which may hold the embedding, and the last, which may hold
+    the head. So only the numbers of layers in those two are searched.
     """
     each = spec.layer_parameters
     before = spec.embedding_parameters if 0 in chain else 0
@@ -277,15 +298,18 @@ def cut_evenly(spec: ModelSpec, chain: range, parts: int) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=4096)
-def worst_pieces(
+def worst_views(
     spec: ModelSpec, blocks: int, pipeline: int, largest: int | None, pieces: Pieces = "layers"
-) -> tuple[Piece, ...]:
-    """What a card may see, over all visits and stages. Of those that differ in the layers around the active ones alone
-    those with most above and with most below are enough: memory grows with either."""
-    alike: dict[tuple[object, ...], list[Piece]] = {}
+) -> tuple[CardView, ...]:
+    """The views, over all visits and stages, that can take the most memory.
+
+    Memory grows with the number of layers above the active ones, and with the number below. So of views that differ
+    in these two numbers only, the one with most above and the one with most below are enough.
+    """
+    groups: dict[tuple[object, ...], list[CardView]] = {}
     for stages, _ in visits(spec, blocks, pipeline, largest, pieces):
-        for piece in stages:
-            kind = (piece.active, piece.prefix + piece.tail, piece.embedding, piece.head, piece.owned)
-            alike.setdefault(kind, []).append(piece)
-    ends = (lambda piece: piece.tail), (lambda piece: piece.prefix)
-    return tuple(dict.fromkeys(max(group, key=end) for group in alike.values() for end in ends))
+        for view in stages:
+            key = (view.active, view.prefix + view.tail, view.embedding, view.head, view.owned)
+            groups.setdefault(key, []).append(view)
+    ends = (lambda view: view.tail), (lambda view: view.prefix)
+    return tuple(dict.fromkeys(max(group, key=end) for group in groups.values() for end in ends))

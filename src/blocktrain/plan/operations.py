@@ -1,14 +1,14 @@
-"""What one layer does, operation by operation: products, bytes moved, and what autograd keeps for the backward pass.
+"""What one layer does, operation by operation: products, bytes moved, and what autograd saves for the backward pass.
 
-    y = x W        keeps x only if W is trained (W itself is there anyway)
-    norm           keeps its input and a statistic a token; RMSNorm also the normalised input if its weight is trained
+    y = x W        keeps x only if W is trained (W itself exists anyway)
+    norm           keeps its input and a statistic per token; RMSNorm also the normalized input if its weight is trained
     attention      keeps queries, keys, values, its output and a logarithm of a sum for each head
     gelu, silu *   keep what their derivative reads, an entry for each elementary operation they are written in
     residual add   keeps nothing
 
-A tensor kept by two operations is booked at the first. The numbers are per token and come from the code of
-transformers 5 with SDPA attention and no dropout; `tests/plan/test_operations.py` holds them against the storages that
-autograd really keeps. One table gives activations, FLOPs and memory traffic alike.
+A tensor that two operations keep is counted at the first. The numbers are per token and come from the code of
+transformers 5 with SDPA attention and no dropout; `tests/plan/test_operations.py` compares them with the storages that
+autograd really keeps. One table gives activations, FLOPs and memory traffic.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Operation:
 
     name: str
     weights: int = 0  # scalars of the matrix multiplied; two FLOPs each
-    scores: int = 0  # attention: FLOPs per token and position attended to
+    scores: int = 0  # of attention: FLOPs per token and per position that it attends to
     moved: float = 0.0  # read and written by elementwise kernels, forward
     kernels: int = 1  # launched, forward
     keeps: float = 0.0  # for the gradient of its input
-    keeps_fp32: float = 0.0  # the same, kept in fp32 whatever the dtype
-    keeps_trained: float = 0.0  # more, if its weight is trained
+    keeps_fp32: float = 0.0  # for that gradient too, but in fp32 whatever the compute dtype is
+    keeps_trained: float = 0.0  # beside these, if its weight is trained
 
 
 def layer_operations(spec: ModelSpec, dtype_bytes: int) -> tuple[Operation, ...]:
@@ -39,7 +39,7 @@ def layer_operations(spec: ModelSpec, dtype_bytes: int) -> tuple[Operation, ...]
 
 
 def attention_of(operations: Sequence[Operation]) -> Sequence[Operation]:
-    """Of a layer's operations those up to the first residual addition; the MLP's follow."""
+    """The operations of a layer's attention: all up to the first residual addition."""
     names = [operation.name for operation in operations]
     return operations[: names.index("add") + 1]
 
@@ -81,7 +81,7 @@ def _gated_mlp(spec: ModelSpec) -> Iterator[Operation]:
 
 
 def _mixture(spec: ModelSpec) -> Iterator[Operation]:
-    """Each token goes through `experts_used` experts; its copies are gathered, and their outputs weighted and added."""
+    """Each token goes through `experts_used` experts: its copies are gathered, the outputs are weighted and added."""
     d, inner, used = spec.width, spec.inner, spec.experts_used
     yield Operation(name="router", weights=d * spec.experts, moved=d, kernels=6, keeps_trained=d)
     yield Operation(
@@ -95,12 +95,12 @@ def _mixture(spec: ModelSpec) -> Iterator[Operation]:
 
 
 def _layer_norm(name: str, width: int) -> Operation:
-    """One kernel; mean and inverse deviation of each token are kept beside the input."""
+    """One kernel, which keeps the mean and the inverse deviation of each token beside the input."""
     return Operation(name=name, moved=2 * width, keeps=width + 2)
 
 
 def _rms_norm(name: str, width: int, dtype_bytes: int, *, statistics: int = 1, kernels: int = 6) -> Operation:
-    """Written in elementary operations in fp32: `weight * (x * rsqrt(mean(x^2))).to(dtype)`."""
+    """Elementary operations in fp32: `weight * (x * rsqrt(mean(x^2))).to(dtype)`."""
     moved = 11 * width * max(1, 3 / dtype_bytes)
     return Operation(name=name, moved=moved, kernels=kernels, keeps_fp32=width + statistics, keeps_trained=width)
 
@@ -122,8 +122,8 @@ def loss_operations(spec: ModelSpec) -> tuple[Operation, ...]:
     return (Operation(name="cross_entropy", moved=3 * spec.vocabulary, kernels=4, keeps_fp32=spec.vocabulary),)
 
 
-def saved_bytes(operations: Iterable[Operation], dtype_bytes: int, *, trained: bool) -> float:
-    """Kept for the backward pass, per token."""
+def kept_bytes(operations: Iterable[Operation], dtype_bytes: int, *, trained: bool) -> float:
+    """Bytes kept for the backward pass, per token."""
     return sum((op.keeps + (op.keeps_trained if trained else 0)) * dtype_bytes + op.keeps_fp32 * 4 for op in operations)
 
 
@@ -144,7 +144,7 @@ class Work:
 
 
 def work(operations: Sequence[Operation], seq: int) -> Work:
-    """Added up; the convention of `torch.utils.flop_counter`, which counts masked scores as well."""
+    """The sum over `operations`. As in `torch.utils.flop_counter`, masked scores count."""
     attention = sum(op.scores for op in operations) * seq
     return Work(
         matrix_flops=2.0 * sum(op.weights for op in operations),

@@ -1,48 +1,49 @@
-"""Everything a plan found, as plain values for whoever shows it: the terminal, JSON, a page."""
+"""All results of a plan, and their wording for the terminal, for JSON and for the page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blocktrain.plan.comparison import Alternative, Change
+from blocktrain.plan.comparison import Alternative, Relaxation
 from blocktrain.plan.cost import MULTIPLIERS
 from blocktrain.plan.fit import Candidate, Fit, Request
 from blocktrain.plan.hardware import Assumed, Price
+from blocktrain.plan.layout import Layout
 from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
 
-ABSENT = "–"
-STREAMING_BINDS = 0.05  # of a step, waiting for frozen weights: layers are then fetched more slowly than they run
+DASH = "–"
+STREAMING_BINDS = 0.05  # of a step spent waiting for frozen weights: the host link is then the limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A request and what came of it."""
+    """A request and its results."""
 
     request: Request
     fit: Fit
     price: Price | None
     alternatives: Sequence[Alternative]
-    change: Change | None  # where nothing fits
+    change: Relaxation | None  # where nothing fits
     assumed: Assumed
 
 
 def spread(candidate: Candidate) -> str:
-    """`data 4 x pipeline 2`, `8 shards`; a dash on one card."""
+    """How a layout uses its cards: `data 4 x pipeline 2`, `8 shards`; a dash on one card."""
     layout = candidate.layout
     parts = [f"{layout.shards} shards"] if layout.shards > 1 else [f"data {layout.data}"] if layout.data > 1 else []
     parts += [f"pipeline {layout.pipeline}"] if layout.pipeline > 1 else []
-    return " x ".join(parts) or ABSENT
+    return " x ".join(parts) or DASH
 
 
-def savings(candidate: Candidate) -> str:
-    """What of the less usual means a layout takes: `streamed, 8-bit moments`; a dash for none."""
+def memory_savers(candidate: Candidate) -> str:
+    """The less usual means by which a layout saves memory: `streamed, 8-bit moments`; a dash for none."""
     layout = candidate.layout
     parts = ["streamed"] * (layout.frozen == "host")
     parts += ["8-bit moments"] * (layout.moments == "8bit")
     parts += ["moments dropped"] * (layout.state == "drop" and layout.blocks > 1)
     parts += ["chunked loss"] * (layout.loss_chunk is not None)
-    return ", ".join(parts) or ABSENT
+    return ", ".join(parts) or DASH
 
 
 def span(seconds: float) -> str:
@@ -53,23 +54,23 @@ def span(seconds: float) -> str:
 
 
 def money(dollars: Dollars | None) -> str:
-    """A dash where there is no price."""
-    return ABSENT if dollars is None else str(dollars)
+    """Dollars as text; a dash where there is no price."""
+    return DASH if dollars is None else str(dollars)
 
 
-def figures(item: Alternative) -> tuple[str, ...]:
-    """Memory, step, time, cost of another way, and up to which B-F multiplier the best layout in blocks is cheaper."""
+def alternative_cells(item: Alternative) -> tuple[str, ...]:
+    """Cells of a table: memory, step, time and cost of another way, and its break-even B-F multiplier."""
     found = item.candidate
     if found is None:
         return ("does not fit", "", "", "", "")
-    even = ABSENT if item.break_even is None else f"B-F {item.break_even:.2f}"
+    even = DASH if item.break_even is None else f"B-F {item.break_even:.2f}"
     step = f"{found.step.seconds:.3g} s"
     return format_bytes(found.memory.peak), step, span(found.seconds), money(found.dollars), even
 
 
 def binding(outcome: Outcome, candidate: Candidate) -> str:
-    """What limits a layout: a limit it exceeds, its memory when that is nearly full, else the part of a step that is
-    longest."""
+    """What limits a layout: a budget or deadline that it exceeds, its memory if that is nearly full, or otherwise the
+    longest part of a step."""
     if candidate.exceeded:
         return " and ".join(candidate.exceeded)
     if candidate.step.parts["streaming"] > STREAMING_BINDS * candidate.step.seconds:
@@ -83,11 +84,12 @@ def binding(outcome: Outcome, candidate: Candidate) -> str:
 
 
 def at_multipliers(candidate: Candidate, own: float) -> list[tuple[str, float, Dollars]]:
-    """(name, multiplier, dollars) to the same loss: the same tokens, the paper's three."""
+    """(name, multiplier, dollars) for training to the same loss: at the same tokens, the paper's three multipliers, and
+    the request's own."""
     if candidate.dollars is None:
         return []
     one = float(candidate.dollars.amount) / own
-    named = sorted({"same tokens": 1.0, **MULTIPLIERS, "asked for": own}.items(), key=lambda item: item[1])
+    named = sorted({"same tokens": 1.0, **MULTIPLIERS, "requested": own}.items(), key=lambda item: item[1])
     seen: dict[float, str] = {}
     for name, value in named:
         seen.setdefault(value, name)
@@ -95,59 +97,81 @@ def at_multipliers(candidate: Candidate, own: float) -> list[tuple[str, float, D
             for value, name in seen.items()]  # fmt: skip
 
 
-def _given_up(outcome: Outcome) -> list[str]:
-    """What the first layout loses against exact training, where it does."""
-    if not outcome.fit.candidates:
-        return []
-    layout, told = outcome.fit.candidates[0].layout, []
-    if layout.precision.loses == 2:
-        told.append(
-            f"Precision {layout.precision.name} rebuilds masters from bf16 at each visit, which loses updates smaller "
-            "than bf16 resolves; bf16-exact keeps 2 bytes a parameter more on the host."
+def _exactness_given_up(layout: Layout) -> list[str]:
+    """What a layout loses against exact training, one sentence each."""
+    lines = []
+    if layout.precision.loss == 2:
+        lines.append(
+            f"Precision {layout.precision.name} rebuilds the masters from bf16 weights at each visit, so updates "
+            "smaller than bf16 resolves are lost. bf16-exact keeps them, for 2 bytes of host memory per parameter."
         )
-    if layout.precision.packed:
-        told.append(f"Frozen weights are rounded to {layout.precision.name}; their exact masters stay on the host.")
+    if layout.precision.quantized:
+        lines.append(f"Frozen weights are rounded to {layout.precision.name}; their exact values stay on the host.")
     if layout.state == "drop" and layout.blocks > 1:
-        told.append("Moments are dropped between visits: there is no host memory for them; short visits suffer most.")
-    return told
+        lines.append(
+            "Moments are dropped between visits, because the host has no memory for them. Short visits suffer most."
+        )
+    return lines
+
+
+RATE_NAMES = {  # of those that can be known in another way than the rest
+    "kernel_seconds": "a small kernel",
+    "host_memory_bytes": "host memory",
+    "disk_bytes": "disk",
+    "peer_link_bytes": "link to another card",
+    "network_bytes": "network",
+}
+
+
+def _rates(outcome: Outcome) -> str:
+    """How the machine's rates are known."""
+    rates, assumed = outcome.request.rates, outcome.assumed
+    if rates.kind == "measured":
+        first = "Rates: measured on this machine by 'blocktrain calibrate'"
+    else:
+        first = (
+            f"Rates: published peaks x assumed efficiencies (matrix products {assumed.matmul_efficiency_fp32:.0%} in "
+            f"fp32 and {assumed.matmul_efficiency_bf16:.0%} in bf16, attention {assumed.attention_efficiency:.0%}, "
+            f"memory {assumed.memory_efficiency:.0%}, links {assumed.link_efficiency:.0%})"
+        )
+    others = []
+    for name, kind in rates.other_kinds.items():
+        value = getattr(rates, name)
+        text = f"{value * 1e6:.3g} us" if name == "kernel_seconds" else f"{value / 1e9:.3g} GB/s"
+        others.append(f"{RATE_NAMES[name]} {text} ({kind})")
+    return f"{first}, except: {', '.join(others)}." if others else f"{first}."
 
 
 def assumptions(outcome: Outcome) -> list[str]:
-    """What the figures rest on, one sentence each."""
-    request, assumed, rates = outcome.request, outcome.assumed, outcome.request.rates
-    if rates.kind == "measured":
-        first = "Rates: measured on this machine by 'blocktrain calibrate'."
-    else:
-        first = (
-            f"Rates: published peaks x assumed efficiencies: products {assumed.matmul_efficiency_fp32:.0%} (fp32), "
-            f"{assumed.matmul_efficiency_bf16:.0%} (bf16), attention {assumed.attention_efficiency:.0%}, memory "
-            f"{assumed.memory_efficiency:.0%}, links {assumed.link_efficiency:.0%}."
-        )
-    told = [first]
+    """What the figures rest on, one item each."""
+    request, assumed = outcome.request, outcome.assumed
+    lines = [_rates(outcome)]
     if outcome.price is None:
-        told.append("Price: none known for this card; give --price. Ranked by card-hours.")
+        lines.append("Price: none is known for this card, so layouts are ranked by card-hours. Give one with --price.")
     else:
         price = outcome.price
-        told.append(f"Price: ${price.usd_per_hour} a card and hour, {price.provider} ({price.origin.kind}: "
-                    f"{price.origin.source}, {price.origin.date}).")  # fmt: skip
-    told.append(
-        f"B-F multiplier of BCD: {request.multiplier.value:g} ({request.multiplier.source}), taken alike for all block "
-        "counts; measured ones grow with the count."
-    )
-    told.append(
-        f"{request.rows} rows of {request.seq} tokens a step; AdamW, fused where its moments are in fp32; no "
-        f"dropout; attention in fused kernels. {assumed.overlap:.0%} of communication hides behind the backward pass."
-    )
-    told.append(
-        f"Room: {format_bytes(request.room.card)} of a card, {format_bytes(request.room.host)} of host memory a card, "
-        f"{format_bytes(request.room.disk)} of disk a node; the allocator wastes {assumed.fragmentation:.0%}."
-    )
-    told += _given_up(outcome)
-    cached = [item for item in outcome.fit.candidates if item.layout.cache != "off"]
-    if cached:
-        subset = cached[0].visit_steps * request.rows * request.seq // request.cache_epochs
-        told.append(
-            f"Prefix cache: a sweep's blocks share a subset of {format_count(subset)} tokens, ascending, each row used "
-            f"{cached[0].layout.blocks * request.cache_epochs} times a sweep."
+        lines.append(
+            f"Price: ${price.usd_per_hour} per card and hour, {price.provider} ({price.origin.kind}: "
+            f"{price.origin.source}, {price.origin.date})."
         )
-    return told
+    lines += [
+        f"B-F multiplier of training in blocks: {request.multiplier.value:g} ({request.multiplier.source}), the same "
+        "for every number of blocks. Measured multipliers grow with the number.",
+        f"A step has {request.rows} rows of {request.seq} tokens. The optimizer is AdamW, fused where its moments are "
+        f"in fp32. There is no dropout, attention is fused, and {assumed.overlap:.0%} of the communication hides "
+        "behind the backward pass.",
+        f"Available: {format_bytes(request.room.card)} on each card (the allocator takes {assumed.fragmentation:.0%} "
+        f"on top of what is used), {format_bytes(request.room.host)} of host memory per card, "
+        f"{format_bytes(request.room.disk)} of disk per node.",
+    ]
+    candidates = outcome.fit.candidates
+    if candidates:
+        lines += _exactness_given_up(candidates[0].layout)
+    cached = next((item for item in candidates if item.layout.cache != "off"), None)
+    if cached is not None:
+        subset = cached.visit_steps * request.rows * request.seq // request.cache_epochs
+        lines.append(
+            f"Prefix cache: the blocks of a sweep share a subset of {format_count(subset)} tokens, in ascending order, "
+            f"and each row is used {cached.layout.blocks * request.cache_epochs} times in a sweep."
+        )
+    return lines

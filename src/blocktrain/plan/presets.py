@@ -1,4 +1,4 @@
-"""Models by name: the paper's eight, GPT-2, Llama, Mistral and Qwen sizes. Plain data, from their published configs."""
+"""Models by name: the eight of the paper, and sizes of GPT-2, Llama, Mistral and Qwen, from their published configs."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ OTHERS = (
         "qwen3-32b", (64, 5120, 64, 8, 25600), vocabulary=151936, positions=40960, architecture="qwen3", head_width=128
     ),
 )
-PRESETS: dict[str, ModelSpec] = {spec.name: spec for spec in (*PAPER, *OTHERS)}
+MODEL_PRESETS: dict[str, ModelSpec] = {spec.name: spec for spec in (*PAPER, *OTHERS)}
 
 
 def find_model(name: str) -> ModelSpec:
     """A preset, or the shape in a `config.json` or a folder with one; raises `ConfigError` with the nearest name."""
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
+    if name.lower() in MODEL_PRESETS:
+        return MODEL_PRESETS[name.lower()]
     if name.endswith(".json") or "/" in name or Path(name).is_dir():
         return read_config(Path(name))
-    raise ConfigError(f"model '{name}' is neither a preset nor a config.json; {nearest(name.lower(), PRESETS)}")
+    raise ConfigError(f"model '{name}' is neither a preset nor a config.json; {nearest(name.lower(), MODEL_PRESETS)}")

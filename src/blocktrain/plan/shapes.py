@@ -1,5 +1,5 @@
-"""The parameters of a decoder by name, shape and order, as transformers registers them: what the cut into blocks
-smaller than a layer goes by (`chain/segment.py`), and the order in which a step updates."""
+"""The parameters of a decoder by name, shape and order, as transformers registers them. They decide the cut into blocks
+smaller than a layer (`chain/segment.py`), and the order in which an optimizer step updates them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from blocktrain.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """Stands for a parameter."""
+class ParameterShape:
+    """Takes the place of a parameter in `chain/segment.py`."""
 
     shape: tuple[int, ...]
 
@@ -26,23 +26,23 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Named:
-    """Stands for a layer of a chain."""
+class LayerName:
+    """Takes the place of a layer of a chain."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class Shapes:
-    """Stands for a chain (`chain/chain.py`): its layers, and the parameters each of them owns."""
+class ChainShapes:
+    """Takes the place of a chain (`chain/chain.py`): its layers, and the parameters that each of them owns."""
 
-    layers: tuple[Named, ...]
-    owned: tuple[Mapping[str, Shape], ...]
+    layers: tuple[LayerName, ...]
+    owned: tuple[Mapping[str, ParameterShape], ...]
 
 
 @lru_cache(maxsize=256)
-def shapes(spec: ModelSpec) -> Shapes:
-    """Of a whole model: embedding, transformer layers, head."""
+def shapes(spec: ModelSpec) -> ChainShapes:
+    """The chain of a whole model: embedding, transformer layers, head."""
     table = {"embed.weight": (spec.vocabulary, spec.width)}
     if spec.family == "gpt2":
         table["positions.weight"] = (spec.positions, spec.width)
@@ -51,10 +51,10 @@ def shapes(spec: ModelSpec) -> Shapes:
     inner = _gpt2_layer(spec) if spec.family == "gpt2" else _llama_layer(spec)
     names = ["embedding", *(f"layers.{index}" for index in range(spec.layers)), "head"]
     tables = [table, *[inner] * spec.layers, head]
-    return Shapes(
-        layers=tuple(map(Named, names)),
+    return ChainShapes(
+        layers=tuple(map(LayerName, names)),
         owned=tuple(
-            {f"{name}.{key}": Shape(shape) for key, shape in table.items()}
+            {f"{name}.{key}": ParameterShape(shape) for key, shape in table.items()}
             for name, table in zip(names, tables, strict=True)
         ),
     )

@@ -1,4 +1,4 @@
-"""What a plan needs to know about a model: its shape, and from that exact parameter counts, layer by layer.
+"""What a plan needs to know about a model: its shape, from which exact parameter counts follow, layer by layer.
 
 Two families cover the decoders people train: GPT-2's (learned positions, biases, LayerNorm, one wide MLP) and Llama's
 (rotary positions, RMSNorm, grouped queries, gated MLP), the latter with the additions of Mistral, Qwen 2 and 3 and
@@ -31,9 +31,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: it is the key of many small caches
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, because it is a key of many small caches
 class ModelSpec:
-    """A decoder's shape. `architecture` is its `model_type` in transformers; `settings` rebuild it there."""
+    """The shape of a decoder. `architecture` is its `model_type` in transformers, which `settings` rebuild it with."""
 
     name: str
     architecture: str
@@ -66,28 +66,28 @@ class ModelSpec:
 
     @cached_property
     def family(self) -> Family:
-        """Whose operations a layer runs."""
+        """The family whose operations a layer runs."""
         return FAMILIES[self.architecture]
 
     @cached_property
     def query_width(self) -> int:
-        """Of all queries together, and of the attention's output."""
+        """Width of all queries together, and of the attention's output."""
         return self.heads * self.head_width
 
     @cached_property
     def kv_width(self) -> int:
-        """Of all keys together, and of all values."""
+        """Width of all keys together, and of all values together."""
         return self.kv_heads * self.head_width
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """The first layer of the chain; a tied output projection is counted here."""
+        """Parameters of the first layer of the chain, a tied output projection included."""
         positions = self.positions * self.width if self.family == "gpt2" else 0
         return self.vocabulary * self.width + positions
 
     @cached_property
     def layer_parameters(self) -> int:
-        """One transformer layer."""
+        """Parameters of one transformer layer."""
         d, q, kv, inner = self.width, self.query_width, self.kv_width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner + 4 * d + inner + d + 4 * d  # matrices, their biases, two LayerNorms
@@ -98,25 +98,19 @@ class ModelSpec:
 
     @cached_property
     def head_parameters(self) -> int:
-        """Final norm, and the output projection where it is not tied."""
+        """Parameters of the final norm, and of the output projection unless it is tied."""
         norm = 2 * self.width if self.family == "gpt2" else self.width
         return norm + (0 if self.tied else self.vocabulary * self.width)
 
     @cached_property
     def chain_parameters(self) -> tuple[int, ...]:
-        """Of each layer of the chain: embedding, transformer layers, head."""
+        """Parameters of each layer of the chain: embedding, transformer layers, head."""
         return (self.embedding_parameters, *[self.layer_parameters] * self.layers, self.head_parameters)
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
-
-    @cached_property
-    def largest_parameter(self) -> int:
-        """Scalars of the largest single tensor of the embedding or head, and of a layer's matrices."""
-        experts = self.experts * 2 if self.experts > 1 else 1
-        return max(self.vocabulary * self.width, experts * self.width * self.inner)
 
     @cached_property
     def largest_of_layer(self) -> int:
@@ -126,7 +120,7 @@ class ModelSpec:
 
     @cached_property
     def matrices_of_layer(self) -> int:
-        """Scalars of a transformer layer that are in matrices; the rest, norms and biases, never rests."""
+        """Scalars in the matrices of a transformer layer; norms and biases are never quantized or offloaded."""
         d, inner = self.width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner
@@ -134,7 +128,7 @@ class ModelSpec:
         return 2 * d * (self.query_width + self.kv_width) + router + self.experts * 3 * d * inner
 
     def settings(self) -> dict[str, Any]:
-        """What the architecture's configuration class in transformers is called with; no dropout."""
+        """Arguments of the architecture's configuration class in transformers, without dropout."""
         if self.family == "gpt2":
             return {
                 "n_layer": self.layers,
@@ -171,7 +165,7 @@ class ModelSpec:
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
-    """The shape a Hugging Face `config.json` describes; raises `ConfigError` naming what it lacks."""
+    """The shape that a Hugging Face `config.json` describes; raises `ConfigError` with the key that is missing."""
     kind = values.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"{name}: model_type {kind!r} cannot be planned; {_families()}")
@@ -226,7 +220,7 @@ def _gpt2(values: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """The shape in a `config.json`, or in the folder that holds one."""
+    """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -251,4 +245,4 @@ def _count(values: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _families() -> str:
-    return f"planned are: {', '.join(sorted(FAMILIES))}"
+    return f"these can be planned: {', '.join(sorted(FAMILIES))}"

@@ -1,4 +1,4 @@
-"""A plan as a page: memory by part against the card's limit, cost against time, and the layouts."""
+"""A plan as a page: memory by part beside what a card holds, cost against time, and the layouts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from html import escape
 
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.memory import Memory
-from blocktrain.plan.outcome import Outcome, assumptions, binding, figures, money, savings, span, spread
+from blocktrain.plan.memory import MemoryPlan
+from blocktrain.plan.outcome import Outcome, alternative_cells, assumptions, binding, memory_savers, money, span, spread
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
 from blocktrain.report.figures import figure
 from blocktrain.report.format import axis
 from blocktrain.report.page import document
 from blocktrain.units import format_bytes, format_count
 
-# Which colour of the palette's parts each part of memory takes (palette.py, PARTS).
-COLOURS = {
-    name: f"p{index}" for index, name in enumerate(("weights", "master", "gradients", "optimizer", "activations"))
+# What a bar shows in one colour, in the order of the palette's colours for parts of memory (palette.py, PARTS).
+PARTS_BY_LABEL = {
+    "frozen": ("frozen",),
+    "active and master": ("active", "master"),
+    "gradients": ("gradients",),
+    "moments": ("moments",),
+    "activations": ("activations",),
+    "logits": ("logits",),
 }
-REST = "logits and workspace"
 MOST_BARS = 10
 
 
@@ -45,12 +49,12 @@ def label(item: Candidate) -> str:
 
 def _words(item: Candidate) -> str:
     cost = "" if item.dollars is None else f", {item.dollars}"
-    return f"Best: {label(item)}, {format_bytes(item.memory.peak)} a card, {span(item.seconds)}{cost}."
+    return f"Best: {label(item)}, {format_bytes(item.memory.peak)} per card, {span(item.seconds)}{cost}."
 
 
 def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
     over = outcome.fit.overflow
-    shown = [(label(item), item.memory) for item in found] or ([("nearest miss", over.memory)] if over else [])
+    shown = [(label(item), item.memory) for item in found] or ([("nearest to fitting", over.memory)] if over else [])
     room = outcome.request.room.card
     limit = max([room, *(memory.peak for _, memory in shown)]) * 1.02
     bars = [
@@ -63,17 +67,18 @@ def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
         )
         for name, memory in shown
     ]
-    key = {**COLOURS, REST: "p5"}
-    items = "".join(f'<li><i class="swatch {colour}"></i>{escape(part)}</li>' for part, colour in key.items())
-    note = "bytes by part at the worst moment of a step. The tick is what a card holds."
+    items = "".join(f'<li><i class="swatch p{index}"></i>{name}</li>' for index, name in enumerate(PARTS_BY_LABEL))
+    note = "bytes by part in the worst phase of a step. The tick marks what a card holds."
     chart = stacked_bars(bars, limit, label="peak memory by part")
     return figure("Memory of a card", note, f'<ul class="key">{items}</ul>', f'<div class="bars named">{chart}</div>')
 
 
-def _pieces(memory: Memory) -> list[tuple[str, float, str]]:
-    """(part, bytes, colour), in the order they are stacked."""
-    named = [(part, memory.parts.get(part, 0.0), colour) for part, colour in COLOURS.items()]
-    return [*named, (REST, sum(size for part, size in memory.parts.items() if part not in COLOURS), "p5")]
+def _pieces(memory: MemoryPlan) -> list[tuple[str, float, str]]:
+    """(label, bytes, colour), in the order in which they are stacked."""
+    return [
+        (name, sum(memory.parts[part] for part in parts), f"p{index}")
+        for index, (name, parts) in enumerate(PARTS_BY_LABEL.items())
+    ]
 
 
 def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
@@ -95,18 +100,21 @@ def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:
         '<ul class="key"><li><i class="swatch k0"></i>in blocks</li><li><i class="swatch k1"></i>other means</li></ul>'
     )
     chart = line_chart(x, y, [], dots, label="cost against time", height=240)
-    note = "dollars against hours, to the same loss at the multiplier below. Hover a dot for its layout."
+    note = "dollars against hours, to the same loss at the multiplier below. Point at a dot to see its layout."
     return figure("Cost against time", note, items, f'<div class="plot">{chart}</div>')
 
 
 def _layouts(outcome: Outcome, found: Sequence[Candidate]) -> str:
-    headings = ("layout", "cards", "rows", "saves by", "cache", "memory", "step", "tokens/s", "time", "cost", "limit")
+    headings = (
+        *("layout", "cards", "rows at a time", "saves memory by", "cache"),
+        *("memory", "step", "tokens/s", "time", "cost", "limit"),
+    )
     rows = [
         (
             label(item),
             spread(item),
             str(item.layout.micro_rows),
-            savings(item),
+            memory_savers(item),
             item.layout.cache,
             format_bytes(item.memory.peak),
             f"{item.step.seconds:.3g} s",
@@ -121,12 +129,12 @@ def _layouts(outcome: Outcome, found: Sequence[Candidate]) -> str:
 
 
 def _alternatives(outcome: Outcome) -> str:
-    headings = ("by other means", "cards", "memory", "step", "time", "cost", "blocks are cheaper up to")
+    headings = ("method", "cards", "memory", "step", "time", "cost", "blocks are cheaper up to")
     rows = [
-        (item.label, f"{'' if item.candidate else 'up to '}{item.cards} x {item.card}", *figures(item))
+        (item.label, f"{'' if item.candidate else 'up to '}{item.cards} x {item.card}", *alternative_cells(item))
         for item in outcome.alternatives
     ]
-    return _table("The same tokens", headings, rows)
+    return _table("The same tokens by other means", headings, rows)
 
 
 def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

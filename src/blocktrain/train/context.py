@@ -192,8 +192,16 @@ def _require_layout(context: TrainingContext) -> None:
         )
 
 
-def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks) -> BlockOptimizer:
-    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`.
+def optimizer_of(
+    config: RunConfig,
+    parts: Partition,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    on_host: OnHost = OnHost(),  # noqa: B008 - a value
+) -> BlockOptimizer:
+    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`; where
+    frozen weights are on the host, as `on_host` copies them.
 
     Of shards the parts are the fp32 masters themselves, whatever they are gathered in to be computed with.
     """
@@ -214,7 +222,7 @@ def optimizer_of(config: RunConfig, parts: Partition, folder: Path, ranks: Ranks
         cls,
         state=make_state_store(options.state, folder / "state" / f"rank-{ranks.rank}"),
         precision=replace(FP32 if is_sharded(config, ranks) else preset(config.precision), moments=options.moments),
-        frozen=OnHost() if config.memory.frozen == "host" else OnDevice(),
+        frozen=on_host if config.memory.frozen == "host" else OnDevice(),
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),

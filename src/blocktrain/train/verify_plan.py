@@ -1,119 +1,102 @@
-"""`blocktrain plan --verify`: the chosen layout's step, run on a model without memory while a tracker counts bytes.
+"""`blocktrain plan --verify`: the steps of a configuration, run on a model without memory while a tracker counts bytes.
 
-The step is this package's own (`BlockOptimizer`, the prefix cut, `[memory]`'s savings), so this checks the closed form
-of `plan/memory.py` against the code it describes. `train/memory_profile.py` does the same for a run that exists; here
-the model is a shape, and what counts is a visit's steps, without activation and retirement.
+Everything is built from the configuration that `plan --out` writes, by the functions that build a run: so this checks
+the closed form of `plan/memory.py` against the code that the user will run. `train/memory_profile.py` does the same for
+a run that exists; here the model is a shape, no data are opened, and only the steps of a visit count, without its
+activation and retirement.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryRunner
-from blocktrain.chain.partition import partition as cut_into_blocks
+from blocktrain.chain.model_loading import ModelConfig, load_model
+from blocktrain.chain.partition import partition_by_config
 from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.parts import HOST
 from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import OnDevice, OnHost
-from blocktrain.optim.precision import preset
-from blocktrain.plan.layout import Layout
+from blocktrain.optim.offloaded_weights import OnHost
+from blocktrain.parallel.ranks import Ranks
 from blocktrain.plan.spec import ModelSpec
-from blocktrain.runtime import SideStream
-from blocktrain.train.config import MemoryConfig
+from blocktrain.runtime import AlwaysCopying
+from blocktrain.train.config import RunConfig
+from blocktrain.train.context import optimizer_of
 from blocktrain.train.techniques.memory_saving import saving_memory
 
-STEPS = 2  # the second of a visit finds the moments there
+STEPS = 2  # the first of a visit makes the moments, so the second counts
+MOST_MICRO_STEPS = 3  # a fourth micro-batch finds what the third found
 
 
 def meta_model(spec: ModelSpec) -> nn.Module:
     """The model of transformers that `spec` describes, on the meta device."""
-    settings = AutoConfig.for_model(
-        spec.architecture, **spec.settings(), use_cache=False, bos_token_id=None, eos_token_id=None
-    )
+    return _on_meta(ModelConfig(architecture=spec.architecture, config=spec.settings()))
+
+
+def _on_meta(config: ModelConfig) -> nn.Module:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+        return load_model(config)
 
 
-def tracked_peak(spec: ModelSpec, layout: Layout, *, seq: int, micro_steps: int = 1) -> dict[int, int]:
-    """Peak bytes on one card of a visit's second step, by block: the first, a middle one, the largest and the last."""
-    fake = fake_copy(meta_model(spec))
-    by_number = layout.largest is None
-    partition = cut_into_blocks(
-        fake.model, num_blocks=layout.blocks if by_number else None, pieces=layout.pieces, largest=layout.largest
-    )
-    options: dict[str, Any] = {"fused": True} if layout.moments == "fp32" else {}
-    memory = MemoryConfig(
-        frozen=layout.frozen,
-        checkpointing="layers" if layout.checkpointing == "layers" else "off",
-        loss_chunk=layout.loss_chunk,
-    )
-    with _copies_seen():
-        optimizer = BlockOptimizer(
-            partition,
-            torch.optim.AdamW,
-            lr=1e-4,
-            precision=replace(preset(layout.precision.name), moments=layout.moments),
-            frozen=OnHost() if layout.frozen == "host" else OnDevice(),
-            **options,
-        )
-        largest = max(partition, key=lambda block: block.num_parameters).index
-        blocks = [partition[index] for index in sorted({0, len(partition) // 2, largest, len(partition) - 1})]
-        take = _Passes(fake=fake, cut=BoundaryRunner(partition.chain), layout=layout, seq=seq, micro_steps=micro_steps)
-        with saving_memory(partition, memory):
-            return {block.index: _peak(fake, optimizer, block, take) for block in blocks}
+def tracked_peak(config: RunConfig) -> dict[int, int]:
+    """Peak bytes on the device in a visit's second step, by block index: of the first block, a middle one, the largest
+    one and the last.
+
+    config: a run on text, on one device. Host and device are counted as two memories, although both are this machine's.
+    """
+    assert config.text is not None
+    fake = fake_copy(_on_meta(config.model))
+    ids = torch.zeros(1, config.text.row_tokens, dtype=torch.long)
+    partition = partition_by_config(fake.model, config.blocks, batch={"input_ids": ids, "labels": ids})
+    optimizer = optimizer_of(config, partition, Path(), Ranks(), on_host=OnHost(side_stream=AlwaysCopying))
+    largest = max(partition, key=lambda block: block.num_parameters).index
+    blocks = [partition[index] for index in sorted({0, len(partition) // 2, largest, len(partition) - 1})]
+    step = _Step(fake=fake, config=config, optimizer=optimizer, runner=BoundaryRunner(partition.chain))
+    with saving_memory(partition, config.memory):
+        return {block.index: _peak(step, block) for block in blocks}
 
 
-@contextlib.contextmanager
-def _copies_seen() -> Iterator[None]:
-    """Host and device are one here, so that nothing would be copied to the device: inside, it is."""
-    copying = SideStream.to_device
-    SideStream.to_device = lambda self, tensor: tensor.clone()
-    try:
-        yield
-    finally:
-        SideStream.to_device = copying
-
-
-def _peak(fake: FakeCopy, optimizer: BlockOptimizer, block: Block, take: Callable[[int], None]) -> int:
-    """take: the step's forward and backward passes, given which layer of the chain is the first of `block`."""
-    first = block.boundary
-    tracker = MemoryTracker()
+def _peak(step: _Step, block: Block) -> int:
+    fake, optimizer, tracker = step.fake, step.optimizer, MemoryTracker()
     with fake.running(), tracker:
-        tracker.label("weights", [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]])
+        tracker.label("frozen", [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]])
         tracker.label(HOST, optimizer.tensors()["host"])
         with optimizer.visit(block):
             for _ in range(STEPS):
                 tracker.reset_peak()
-                take(first)
-                optimizer.step()
-                optimizer.zero_grad()
+                step.take(block)
             return tracker.peak().bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Passes:
-    """Forward and backward passes of a step's micro-batches, over stored rows where the layout has a prefix cache."""
+class _Step:
+    """A step on the model without memory, over stored rows where the configuration has a prefix cache."""
 
     fake: FakeCopy
-    cut: BoundaryRunner
-    layout: Layout
-    seq: int
-    micro_steps: int
+    config: RunConfig
+    optimizer: BlockOptimizer
+    runner: BoundaryRunner
 
-    def __call__(self, first: int) -> None:
-        level = first if self.layout.cache != "off" else 0
-        ids = torch.zeros(self.layout.micro_rows, self.seq, dtype=torch.long)
-        width = cast(Any, self.fake.model.config).hidden_size
-        for _ in range(self.micro_steps):
-            hidden = next(self.fake.model.parameters()).new_empty(*ids.shape, width) if level else None
-            with self.cut.running(start=level, hidden=hidden):
-                self.fake.model(input_ids=ids, labels=ids).loss.backward()
+    def take(self, block: Block) -> None:
+        """Forward and backward passes of the micro-batches, the clip and the update."""
+        config, model = self.config, self.fake.model
+        assert config.text is not None
+        micro_rows = config.batch.micro_rows if isinstance(config.batch.micro_rows, int) else config.batch.rows
+        ids = torch.zeros(micro_rows, config.text.row_tokens, dtype=torch.long)  # (micro_rows, row_tokens)
+        boundary = block.boundary if config.prefix.store != "off" else 0
+        width = cast(Any, model.config).hidden_size
+        for _ in range(min(config.batch.rows // micro_rows, MOST_MICRO_STEPS)):
+            hidden = next(model.parameters()).new_empty(*ids.shape, width) if boundary else None
+            with self.runner.running(start=boundary, hidden=hidden):
+                model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()

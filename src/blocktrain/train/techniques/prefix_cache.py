@@ -20,16 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from blocktrain.cache.cost_model import (
-    Bandwidths,
-    CacheFacts,
-    CachePlace,
-    VisitReuse,
-    choose,
-    free_bytes,
-    measure_bandwidths,
-)
 from blocktrain.cache.cost_model import CacheDecision as Choice
+from blocktrain.cache.cost_model import CacheFacts, CachePlace, VisitReuse, choose
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
 from blocktrain.cache.prefix_cache import CacheStatistics, PrefixCache
@@ -39,6 +31,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import StorageError
 from blocktrain.parallel.ranks import Ranks
+from blocktrain.probe import Bandwidths, free_bytes, measure_bandwidths
 from blocktrain.records.run_records import CacheDecision, CacheUse, Record
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
