@@ -33,6 +33,7 @@ from blocktrain.memory.flops import count_flops
 from blocktrain.optim.decay import nothing
 from blocktrain.optim.precision import half, join
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import Record, Step, VisitStart
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
 from blocktrain.train.context import build
 
@@ -104,8 +105,8 @@ def finished(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, stopped by a signal in the middle of the second visit; tests must not change it."""
 
-    def stop(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == 6:
+    def stop(record: Record) -> None:
+        if isinstance(record, Step) and record.step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
     folder = tmp_path_factory.mktemp("interrupted") / "run"
@@ -187,9 +188,9 @@ def test_resuming_goes_on_in_the_same_block_with_its_own_moments():
 
 def test_a_resumed_run_takes_the_next_step_in_the_same_visit(interrupted: Path, tmp_path: Path):
     """BAdam's block and step started again from zero in every new process."""
-    told: list[Event] = []
-    bt.resume(shutil.copytree(interrupted, tmp_path / "run"), listeners=[told.append])
-    taken = [(event["step"], event["block"]) for event in told if event["kind"] == "step"]
+    records: list[Record] = []
+    bt.resume(shutil.copytree(interrupted, tmp_path / "run"), listeners=[records.append])
+    taken = [(record.step, record.block) for record in records if isinstance(record, Step)]
     assert taken == [(7, 1), (8, 1), (9, 2), (10, 2), (11, 2), (12, 2)]
 
 
@@ -572,8 +573,8 @@ def test_each_epoch_has_an_order_of_its_own(tiny, tmp_path: Path, monkeypatch: p
         asked.append((rows, [int(index) for index in indices]))
         return batch(rows, indices, **options)
 
-    def training_starts(event: Event) -> None:
-        if event["kind"] == "visit":
+    def training_starts(record: Record) -> None:
+        if isinstance(record, VisitStart):
             monkeypatch.setattr(TokenRows, "batch", noted)
 
     settings = [f"text.source={tmp_path / 'small.txt'}", "blocks.count=1", "schedule.visit=2 epochs"]

@@ -21,7 +21,8 @@ from blocktrain.compare.peers import PEERS, Peer
 from blocktrain.compare.profile import measure_cycle
 from blocktrain.compare.step import take_step
 from blocktrain.errors import CheckpointError, ConfigError
-from blocktrain.records.log import Event, read_events
+from blocktrain.records.log import read_events
+from blocktrain.records.run_records import Record, RunEnd
 from blocktrain.report.comparison_table import comparison_rows
 from blocktrain.report.run import RunRecord
 from blocktrain.train.config import RunConfig
@@ -136,8 +137,8 @@ def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> N
     def models() -> int:
         return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
 
-    def count(event: Event) -> None:
-        if event["kind"] == "end":
+    def count(record: Record) -> None:
+        if isinstance(record, RunEnd):
             gc.collect()
             alive.append(models())
 

@@ -105,12 +105,12 @@ def train_with_interruptions(name: str) -> None:
     """Stopped by a signal, which leaves a checkpoint; then by a crash, which leaves none; then to the end."""
     import blocktrain as bt
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["kind"] == "step" and event["step"] == SIGNALLED:
+    def stop(record: Any) -> None:
+        if record.kind == "step" and record.step == SIGNALLED:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def crash(event: dict[str, Any]) -> None:
-        if event["kind"] == "step" and event["step"] == CRASHED:
+    def crash(record: Any) -> None:
+        if record.kind == "step" and record.step == CRASHED:
             raise Crash
 
     config = bt.RunConfig.load(f"{name}.toml", RUNS[name].overrides)

@@ -16,6 +16,7 @@ import torch
 import blocktrain as bt
 from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.optim.precision import join
+from blocktrain.records.run_records import Record, Step
 from blocktrain.train import checkpoint as module
 from blocktrain.train.checkpoint import CheckpointHeader, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.context import build
@@ -280,9 +281,9 @@ def test_a_live_run_is_left_alone(tiny, tmp_path: Path) -> None:
     bt.run(config, tmp_path / "undisturbed")
     refused = []
 
-    def disturb(event: dict) -> None:
-        if event["kind"] == "step" and event["step"] in (5, 9):
-            export(RunFolder(tmp_path / "run"), tmp_path / f"model-{event['step']}")
+    def disturb(record: Record) -> None:
+        if isinstance(record, Step) and record.step in (5, 9):
+            export(RunFolder(tmp_path / "run"), tmp_path / f"model-{record.step}")
             for command in (lambda: bt.run(config, tmp_path / "run"), lambda: bt.resume(tmp_path / "run")):
                 with pytest.raises(ConfigError) as error:
                     command()

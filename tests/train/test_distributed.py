@@ -21,6 +21,7 @@ import torch.distributed as dist
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import Record, Step
 from blocktrain.testing import run_distributed
 from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
@@ -82,8 +83,8 @@ def train_until(folder: str, mapping: Mapping, step: int) -> None:
     """Rank 0 crashes after `step`; the other ranks see it."""
     count_nothing_here()
 
-    def crash(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+    def crash(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             raise Crash
 
     try:
@@ -333,8 +334,8 @@ def stop_after(folder: str, mapping: Mapping | None, overrides: list[str], step:
     """Begin or go on, and stop with a checkpoint after `step`."""
     count_nothing_here()
 
-    def stop(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+    def stop(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:

@@ -25,8 +25,8 @@ LIMITED = """
 import json, resource, sys
 import blocktrain as bt
 
-def listener(event):
-    if event["kind"] == "step" and event["step"] == 5:
+def listener(record):
+    if record.kind == "step" and record.step == 5:
         mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 32 * 2**20, -1))
 

@@ -20,6 +20,7 @@ import blocktrain as bt
 from blocktrain.cache.cost_model import CacheDecision, CachePlace
 from blocktrain.cache.ledger import Fingerprints
 from blocktrain.records.log import Event, read_events
+from blocktrain.records.run_records import CacheUse, Record, Step
 from blocktrain.train import prefix_runner
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.schema import override
@@ -263,8 +264,8 @@ def test_another_place_in_the_middle_of_a_sweep(train: Run, config, tmp_path: Pa
     monkeypatch.setattr(prefix_runner, "choose", lambda *_: CacheDecision(place=next(places), reason="by turns"))
     files: list[bool] = []
 
-    def look(event: Event) -> None:
-        if event["kind"] == "cached":
+    def look(record: Record) -> None:
+        if isinstance(record, CacheUse):
             files.append(bool(stored_files(tmp_path / "run")))
 
     bt.run(config("prefix.store=auto"), tmp_path / "run", listeners=[look])
@@ -280,9 +281,9 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def crash_at(step: int) -> Callable[[Event], None]:
-    def listen(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == step:
+def crash_at(step: int) -> Callable[[Record], None]:
+    def listen(record: Record) -> None:
+        if isinstance(record, Step) and record.step == step:
             raise Crash
 
     return listen
@@ -319,8 +320,8 @@ def test_a_run_resumed_in_mid_visit_finds_what_it_had_stored(
 def test_a_run_resumed_after_a_visit_s_last_step_still_tells_what_the_cache_did(train: Run, config, tmp_path: Path):
     """Its checkpoint holds a visit that is over and not yet told of: the record was once missing."""
 
-    def listen(event: Event) -> None:
-        if event["kind"] == "cached" and event["visit"] == 1:
+    def listen(record: Record) -> None:
+        if isinstance(record, CacheUse) and record.visit == 1:
             raise Crash
 
     settings = config("prefix.store=file", "checkpoint.every=8 steps", "schedule.sweeps=1")
@@ -399,8 +400,8 @@ def test_a_disk_that_fills_up_in_mid_visit(train: Run, config, tmp_path: Path, l
     """One warning, no cache for the rest of the run, the same weights; FLOPs saved until then stay saved."""
     plain, cached = (train(f"prefix.store={store}", *WIDE) for store in ("off", "file"))
 
-    def fill_the_disk(event: Event) -> None:
-        if event["kind"] == "cached":  # of visit 1: the next one advances its rows
+    def fill_the_disk(record: Record) -> None:
+        if isinstance(record, CacheUse):  # of visit 1: the next one advances its rows
             limit_files(61_000)  # slots 14 and 15 of its file
 
     caplog.clear()

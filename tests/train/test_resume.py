@@ -14,7 +14,8 @@ import pytest
 
 import blocktrain as bt
 from blocktrain.errors import Interrupted
-from blocktrain.records.log import Event, read_events
+from blocktrain.records.log import read_events
+from blocktrain.records.run_records import Record, Step
 from blocktrain.train.checkpoint import checkpoints
 
 VARIANTS = {
@@ -42,10 +43,10 @@ class Crash(BaseException):
 
 
 def crash_at(count: int):
-    """A listener that crashes at the `count`-th event."""
+    """A listener that crashes at the `count`-th record."""
     seen = 0
 
-    def listen(event: Event) -> None:
+    def listen(record: Record) -> None:
         nonlocal seen
         seen += 1
         if seen == count:
@@ -95,8 +96,8 @@ def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(
 ) -> None:
     bt.run(tiny(), tmp_path / "whole")
 
-    def interrupt(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] == 7:
+    def interrupt(record: Record) -> None:
+        if isinstance(record, Step) and record.step == 7:
             os.kill(os.getpid(), number)
 
     with pytest.raises(Interrupted, match=f"stopped at step 7; go on with: blocktrain resume {tmp_path}/run") as stop:

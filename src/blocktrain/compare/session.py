@@ -20,6 +20,7 @@ from blocktrain.compare.step import take_step
 from blocktrain.compare.trainee import Trainee
 from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.records.log import Event, EventLog, read_events
+from blocktrain.records.run_records import from_event
 from blocktrain.runtime import environment, peak_memory_bytes, reset_peak_memory, seed_everything
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
@@ -173,5 +174,7 @@ class _Run:
 
     def _emit(self, event: Event) -> None:
         self.log.append(event)
+        record = from_event(event)
+        assert record is not None  # of a kind that a run has
         for listener in self.listeners:
-            listener(event)
+            listener(record)

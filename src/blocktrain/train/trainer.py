@@ -28,6 +28,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.modules.kernels import apply_liger, choose_kernels
 from blocktrain.records.log import Event, EventLog, NoLog, read_events
+from blocktrain.records.run_records import Record, from_event
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
@@ -45,7 +46,7 @@ from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.run_header import logged_opening, opening_records, step_flops
 from blocktrain.train.step import StepResult, train_step
 
-Listener = Callable[[Event], None]
+Listener = Callable[[Record], None]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -310,5 +311,7 @@ class Trainer:
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
+        record = from_event(event)
+        assert record is not None  # of a kind that the trainer writes
         for listener in self.listeners:
-            listener(event)
+            listener(record)
