@@ -75,6 +75,8 @@ def test_summary_equals_the_figures_worked_out_by_hand(by_hand: RunRecord):
     assert item.flops == 9000 == by_hand.flops_until(4)
     assert (item.optimizer_bytes, item.optimizer_bytes_full) == (480, 800)
     assert (item.optimizer_bytes_measured, item.peak_memory_bytes) == (484, 5000)
+    assert item.memory is not None
+    assert item.memory_full is not None
     assert (sum(item.memory.values()), sum(item.memory_full.values())) == (1260, 1900)
     assert item.tokens_per_second == 200
     assert json.loads(json.dumps(item.to_json(), allow_nan=False)) == item.to_json()

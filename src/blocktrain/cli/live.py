@@ -50,7 +50,8 @@ class LiveLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self.console.is_terminal:  # elsewhere it was not started, and stopping it prints an empty line
+            self._progress.stop()
 
     def __call__(self, record: Record) -> None:
         """Show one record; kinds other than these three are not shown."""

@@ -48,7 +48,7 @@ def figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     time, second = time_axis(max(run.seconds for run in runs))
     work = max(run.flops_until(run.steps_done) for run in runs)
     tokens = count_axis(f"training {unit}", max(run.tokens for run in runs))
-    figures = [
+    axes = [
         LossesOver(axis=tokens, words=f"training {unit}", name="tokens", x_of=lambda _, row: row.tokens),
         LossesOver(
             axis=flops_axis("counted FLOPs", work),
@@ -59,9 +59,9 @@ def figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         LossesOver(axis=time, words="wall time", name="time", x_of=lambda _, row: row.seconds / second),
     ]
     if not all(run.cost for run in runs):
-        figures.pop(1)
+        axes.pop(1)
     y = _loss_axis(runs)
-    return "".join(_losses(runs, names, y, over) for over in figures) + _memory(runs, names)
+    return "".join(_losses(runs, names, y, over) for over in axes) + _memory(runs, names)
 
 
 def _loss_axis(runs: Sequence[RunRecord]) -> Axis:

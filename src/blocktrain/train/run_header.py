@@ -36,7 +36,7 @@ OPENING = ("run", "cost", "memory", "micro_batch")
 
 
 def opening_records(context: TrainingContext, method: str) -> list[Event]:
-    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`report/records.py` has
+    """The records `run`, `cost`, `memory` and, where it is to be decided, `micro_batch` (`records/run_records.py` has
     their fields)."""
     decided = [auto_micro_rows(context)] if context.config.batch.micro_rows == "auto" else []
     for event in decided:
