@@ -104,8 +104,9 @@ class Summary(FlopsFigures, CacheFigures, MemoryFigures):
         return self.method == "full"
 
     def to_json(self) -> dict[str, Any]:
-        """The figures by name, as plain values that JSON can hold."""
-        return asdict(self)
+        """The figures by name, as plain values that JSON can hold; what the run is and reached comes first."""
+        values = asdict(self)
+        return {**{name: values[name] for name in Summary.__annotations__}, **values}
 
 
 def summary(run: RunRecord) -> Summary:
