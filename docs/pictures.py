@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from blocktrain.report import figures
 from blocktrain.report.palette import style
 from blocktrain.report.run import RunRecord
+from blocktrain.report.sections import loss
+from blocktrain.report.sections.step_flops import STEP_FLOPS
+from blocktrain.report.sections.step_memory import STEP_MEMORY
 
 WIDTH = 720
 CHART = re.compile(r'<svg class="chart" height="(\d+)".*?</svg>(?=<p |</div>)', re.DOTALL)
@@ -67,9 +69,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     blocks = len(run.header.blocks)
     drawn = {
-        "loss": picture(figures.loss_by_tokens(run), blocks, left=50, right=15),
-        "memory": picture(figures.memory(run), blocks, left=120, right=80),
-        "flops": picture(figures.flops(run), blocks, left=120, right=60),
+        "loss": picture(loss.BY_TOKENS.markup(run), blocks, left=50, right=15),
+        "memory": picture(STEP_MEMORY.markup(run), blocks, left=120, right=80),
+        "flops": picture(STEP_FLOPS.markup(run), blocks, left=120, right=60),
     }
     for name, svg in drawn.items():
         (out / f"{name}.svg").write_text(svg, encoding="utf-8")

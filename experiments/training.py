@@ -78,7 +78,7 @@ def figures_of(run: RunRecord) -> Figures:
 
     memory_bytes is the most that weights, gradients and optimizer take in a visited block, peak_bytes tracked.
     """
-    told = summary(run)
+    told = summary(run).to_json()
     visited = sorted({visit.block for visit in run.visits}) if len(run.header.blocks) > 1 else []
     kept = ("validation_loss", "accuracy", "steps", "tokens", "unit", "seconds", "flops", "parameters", "blocks")
     rows = run.evaluations[:: -(-len(run.evaluations) // MOST_POINTS)]
@@ -100,15 +100,15 @@ def _kept_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
     """Of the worst of the visited blocks, or of what else is trained; None where the log does not tell."""
     if run.cost is None:
         return None
-    blocks = [run.cost.memory_full] if run.is_full else run.cost.memory_blocks
+    blocks = [run.cost.memory.full] if run.is_full else run.cost.memory.blocks
     return max(sum(block.values()) - block["activations"] for block in _of(blocks, visited))
 
 
 def _peak_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
     """The same, tracked."""
-    if run.tracked is None:
+    if run.memory_peaks is None:
         return None
-    peaks = [run.tracked.full] if run.is_full else run.tracked.blocks
+    peaks = [run.memory_peaks.full] if run.is_full else run.memory_peaks.blocks
     return max(sum(peak.parts.values()) for peak in _of(peaks, visited))
 
 

@@ -188,9 +188,9 @@ def test_resuming_continues_in_the_same_block_with_its_own_moments():
 
 def test_a_resumed_run_takes_the_next_step_in_the_same_visit(interrupted: Path, tmp_path: Path):
     """BAdam's block and step started again from zero in every new process."""
-    told: list[Record] = []
-    bt.resume(shutil.copytree(interrupted, tmp_path / "run"), listeners=[told.append])
-    taken = [(record.step, record.block) for record in told if isinstance(record, Step)]
+    records: list[Record] = []
+    bt.resume(shutil.copytree(interrupted, tmp_path / "run"), listeners=[records.append])
+    taken = [(record.step, record.block) for record in records if isinstance(record, Step)]
     assert taken == [(7, 1), (8, 1), (9, 2), (10, 2), (11, 2), (12, 2)]
 
 

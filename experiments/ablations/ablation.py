@@ -162,7 +162,7 @@ def prefix_costs(folder: Path) -> list[float]:
 def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> dict[str, Any] | None:
     """One run beside full training of the same seed and optimizer; None where one of them is missing."""
     mine, full = finished(runs, method, rate, seed), finished(runs, full_of(method), full_rate, seed)
-    if mine is None or full is None or mine.tracked is None or full.tracked is None:
+    if mine is None or full is None or mine.memory_peaks is None or full.memory_peaks is None:
         return None
     if mine.cost is None or full.cost is None:
         return None
@@ -170,7 +170,7 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
     tokens = tokens_to_reach(target, [(seen.tokens, seen.loss) for seen in mine.evaluations])
     costs: dict[str, float | None] = dict.fromkeys(("flops", "flops_cached", "time"))
     if tokens is not None:
-        step, whole = tokens / mine.header.tokens_per_step, full.cost.flops_full * full.steps_done
+        step, whole = tokens / mine.header.tokens_per_step, full.cost.flops.full * full.steps_done
         below = prefix_costs(folder_of(runs, method, rate, seed))
         costs["flops"] = mine.spent_until(step, mine.visit_flops) / whole
         cached = mine.spent_until(step, lambda visit: mine.visit_flops(visit) - below[visit.block])
@@ -181,8 +181,8 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         if {beside, *names.values()} <= shares.keys():
             took = mine.spent_until(step, lambda visit: shares[names[visit]])
             costs["time"] = took / (shares[beside] * full.steps_done)
-    kept = [mine.cost.memory_full] if mine.is_full else mine.cost.memory_blocks
-    peaks = [mine.tracked.full] if mine.is_full else list(mine.tracked.blocks)
+    kept = [mine.cost.memory.full] if mine.is_full else mine.cost.memory.blocks
+    peaks = [mine.memory_peaks.full] if mine.is_full else list(mine.memory_peaks.blocks)
     return {
         "method": method,
         "rate": rate,
@@ -194,11 +194,11 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "multiplier": None if tokens is None else tokens / full.tokens,
         **costs,
         "kept_bytes": [_kept(parts) for parts in kept],
-        "kept_bytes_full": _kept(full.cost.memory_full),
+        "kept_bytes_full": _kept(full.cost.memory.full),
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
-        "peak_bytes_full": sum(full.tracked.full.parts.values()),
+        "peak_bytes_full": sum(full.memory_peaks.full.parts.values()),
         "moments": [peak.parts["moments"] for peak in peaks],
-        "moments_full": full.tracked.full.parts["moments"],
+        "moments_full": full.memory_peaks.full.parts["moments"],
         "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
     }
 

@@ -14,6 +14,7 @@ from blocktrain.cli.main import main
 from blocktrain.errors import CheckpointError
 from blocktrain.integrations.card import card
 from blocktrain.records.log import read_events
+from blocktrain.records.run_records import Evaluation, Record
 from blocktrain.train.run_folder import RunFolder
 
 
@@ -32,11 +33,11 @@ def test_figures_are_those_of_the_log(run: RunFolder) -> None:
     end = events[-1]
     shown = table(card(run))
     assert shown["validation loss"] == f"{end['loss']:.4f} nats per token (step 12)"
-    assert shown["the same per byte of text"] == f"{end['loss_per_byte']:.4f} nats"
+    assert shown["validation loss per byte of text"] == f"{end['loss_per_byte']:.4f} nats"
     assert shown["optimizer steps"] == "12"
     assert shown["training tokens"] == f"{end['tokens']:,}" == "768"
     cost = events[1]["flops"]
-    assert shown["of as many full steps'"] == f"{4 * sum(cost['blocks']) / (12 * cost['full']):.1%}"
+    assert shown["FLOPs over those of as many full steps"] == f"{4 * sum(cost['blocks']) / (12 * cost['full']):.1%}"
     assert shown["optimizer"] == "AdamW, fp32, moments between visits: host"
 
 
@@ -64,8 +65,8 @@ def test_of_an_interrupted_run_it_describes_the_checkpoint(tiny, tmp_path: Path)
     class Crash(BaseException):
         pass
 
-    def crash(event) -> None:
-        if event["kind"] == "evaluation" and event["step"] == 9:
+    def crash(record: Record) -> None:
+        if isinstance(record, Evaluation) and record.step == 9:
             raise Crash
 
     with pytest.raises(Crash):

@@ -114,6 +114,6 @@ def test_a_refusal_says_what_to_do(hub: FakeHub, api: HfApi, model: Path) -> Non
 def test_a_bad_name_is_refused_before_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "mine"]
     assert main(arguments) == 2
-    assert "'mine' is not a repository of the hub; write --push owner/name" in capsys.readouterr().err
+    assert "'mine' is not the name of a hub repository; write --push owner/name" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         push(tmp_path, "a/b/c")

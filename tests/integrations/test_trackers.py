@@ -18,9 +18,9 @@ import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.errors import ConfigError
 from blocktrain.integrations import trackers
-from blocktrain.integrations.trackers import Tracked, Trackers
-from blocktrain.records.log import Event, read_events
-from blocktrain.records.run_records import Record, Step
+from blocktrain.integrations.trackers import TrackedRun, Trackers
+from blocktrain.records.log import read_events
+from blocktrain.records.run_records import Evaluation, Record, RunHeader, Step, from_event
 from blocktrain.train.config import RunConfig, TrackingConfig
 from blocktrain.train.run_folder import RunFolder
 
@@ -39,33 +39,38 @@ def crash_at(step: int) -> Callable[[Record], None]:
     return listen
 
 
-def points_of(events: Iterable[Event]) -> Points:
+def points_of(records: Iterable[Record | None]) -> Points:
     """The figures that a log holds."""
     found: Points = {}
-    for event in events:
-        for theirs, ours in trackers.FIGURES.get(event["kind"], {}).items():
-            if event[theirs] is not None:
-                found.setdefault(ours, []).append((event["step"], float(event[theirs])))
+    for record in records:
+        if isinstance(record, Step | Evaluation):
+            for field, name in trackers.FIGURES[type(record)].items():
+                if (value := getattr(record, field)) is not None:
+                    found.setdefault(name, []).append((record.step, float(value)))
     return found
 
 
-def session(config: RunConfig, folder: Path, steps: range) -> list[Event]:
-    """What a session of a run tells its listeners: figures of `steps`, an evaluation every third."""
+def session(config: RunConfig, folder: Path, steps: range) -> list[Record]:
+    """The records that listeners get in a session of a run: `steps`, and an evaluation at every third of them."""
     if not (folder / "run.json").exists():
         RunFolder(folder).create(config, method="bcd", environment={}, command="")
-    events: list[Event] = [{"kind": "run", "name": "tiny"}, {"kind": "cost"}]
+    records: list[Record] = [
+        RunHeader(method="bcd", name="tiny", model="GPT-2", parameters=1, tokens_per_step=1, rows_per_step=1)
+    ]
     for step in steps:
         if step:
-            events.append(
-                {"kind": "step", "step": step, "loss": 1 / step, "lr": 0.1, "grad_norm": 2.0, "block": step // 4}
+            records.append(
+                Step(
+                    step=step, tokens=step, seconds=step, visit=0, block=step // 4, loss=1 / step, lr=0.1, grad_norm=2.0
+                )
             )
         if step % 3 == 0:
-            score = {"loss": 2 / (step + 1), "loss_per_byte": 1 / (step + 1), "accuracy": None}
-            events.append({"kind": "evaluation", "step": step, **score})
+            losses = {"loss": 2 / (step + 1), "loss_per_byte": 1 / (step + 1)}
+            records.append(Evaluation(step=step, tokens=step, seconds=step, visit=0, block=step // 4, **losses))
     with Trackers(config, folder) as listener:
-        for event in events:
-            listener(event)
-    return events
+        for record in records:
+            listener(record)
+    return records
 
 
 def crashed_and_resumed(config: RunConfig, folder: Path) -> Points:
@@ -88,7 +93,7 @@ def test_tensorboard(tiny, tmp_path: Path) -> None:
         bt.resume(folder, listeners=[listener])
     files = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     shown = {tag: [(point.step, point.value) for point in files.Scalars(tag)] for tag in files.Tags()["scalars"]}
-    expected = points_of(read_events(folder / "events.jsonl"))
+    expected = points_of(map(from_event, read_events(folder / "events.jsonl")))
     assert len(expected["train/loss"]) == 12
     assert shown.keys() == expected.keys()
     for name, points in expected.items():
@@ -171,7 +176,7 @@ def test_a_client_that_fails_does_not_end_the_run(
     config = tiny("tracking.to=['tensorboard']")
     with caplog.at_level(logging.WARNING):
         session(config, tmp_path / "run", range(8))
-    assert caplog.messages == ["training goes on without tensorboard: OSError: the server is gone"]
+    assert caplog.messages == ["training continues without tensorboard: OSError: the server is gone"]
 
 
 def test_what_is_missing_is_said_before_anything_is_written(
@@ -204,7 +209,7 @@ def record(monkeypatch: pytest.MonkeyPatch, *, fail_at: int | None = None) -> li
     sent: list[tuple[dict[str, float], int]] = []
 
     class Fake:
-        def __init__(self, run: Tracked):
+        def __init__(self, run: TrackedRun):
             if fail_at == -1:
                 raise OSError("no such server")
 

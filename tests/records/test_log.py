@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import DataError, StorageError
-from blocktrain.records.log import EventLog, encode, read_events
+from blocktrain.records.log import EventLog, json_line, read_events
 
 FIRST = {"kind": "step", "step": 1, "loss": 2.5}
 SECOND = {"kind": "step", "step": 2, "loss": 2.25}
@@ -62,27 +62,27 @@ def test_resuming_cuts_off_what_came_after_the_checkpoint(path: Path):
 def test_a_log_shorter_than_its_checkpoint_says_is_refused_and_left_alone(path: Path):
     log_of(path, FIRST).close()
     content = path.read_bytes()
-    with pytest.raises(DataError, match=rf"holds {len(content)} bytes, but its checkpoint was made when it held 1000"):
+    with pytest.raises(DataError, match=rf"has {len(content)} bytes, but it had 1000 when the checkpoint was written"):
         EventLog(path, length=1000)
     assert path.read_bytes() == content
 
 
 def test_numbers_outside_json_become_text(path: Path):
     event = {"loss": float("nan"), "nested": {"norms": [float("inf"), -float("inf"), 1.5]}, "pair": (1, 2.0)}
-    assert json.loads(encode(event)) == {"loss": "nan", "nested": {"norms": ["inf", "-inf", 1.5]}, "pair": [1, 2.0]}
+    assert json.loads(json_line(event)) == {"loss": "nan", "nested": {"norms": ["inf", "-inf", 1.5]}, "pair": [1, 2.0]}
 
 
 def test_a_torn_last_line_is_left_out(path: Path):
     log_of(path, FIRST, SECOND).close()
     whole = path.read_bytes()
-    for cut in range(len(encode(FIRST)) + 2, len(whole) - 1):
+    for cut in range(len(json_line(FIRST)) + 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
         assert read_events(path) == [FIRST]
 
 
 def test_a_damaged_line_inside_is_named(path: Path):
     log_of(path, FIRST).close()
-    path.write_bytes(path.read_bytes() + b"{broken\n" + encode(SECOND) + b"\n")
+    path.write_bytes(path.read_bytes() + b"{broken\n" + json_line(SECOND) + b"\n")
     with pytest.raises(DataError, match=r"events\.jsonl' line 2 is not JSON"):
         read_events(path)
 

@@ -24,7 +24,7 @@ def full_memory(parameters: int) -> dict[str, int]:
         "weights": 2 * parameters,
         "master": 4 * parameters,
         "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
+        "moments": 8 * parameters,
         "activations": 6_000_000,
     }
 
@@ -34,7 +34,7 @@ def block_memory(parameters: int, active: int, share_behind: float) -> dict[str,
         "weights": 2 * parameters,
         "master": 4 * active,
         "gradients": 4 * active,
-        "optimizer": 8 * active,
+        "moments": 8 * active,
         "activations": int(6_000_000 * share_behind),
     }
 

@@ -7,8 +7,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from blocktrain.report.chart import HIGH, WIDE, Bar, Dot, Line, Span, Track, line_chart, stacked_bars, timeline, values
-from blocktrain.report.format import Axis, axis
+from blocktrain.report.axis import Axis, axis
+from blocktrain.report.chart import (
+    HIGH,
+    WIDE,
+    Bar,
+    Dot,
+    Line,
+    Stretch,
+    Track,
+    line_chart,
+    stacked_bars,
+    timeline,
+    values,
+)
 
 X = axis("tokens", 0, 100)
 Y = axis("loss", 0, 10)
@@ -40,7 +52,7 @@ def test_a_dot_outside_the_frame_is_left_out():
 
 
 def test_timeline_spans_cover_their_share_of_the_width():
-    span = Span(row=1, start=25, stop=75, title="visit 1", colour="k1")
+    span = Stretch(row=1, start=25, stop=75, title="visit 1", colour="k1")
     (rect,) = ElementTree.fromstring(timeline(X, ["0", "1"], [span], label="visits", row_height=20)).iter("rect")
     assert (rect.attrib["x"], rect.attrib["width"], rect.attrib["y"]) == ("25.00%", "50.00%", "22")
 
@@ -61,7 +73,7 @@ def test_markup_in_any_text_comes_out_escaped():
     bad = Axis(label=evil, low=0, high=100, ticks=((50, evil),))
     dots = [Dot(x=50, y=50, title=evil, colour=evil, label=evil)]
     drawn = line_chart(bad, bad, [Line(points=[(0, 0), (1, 1)], colour=evil, kind=evil)], dots, label=evil, height=9)
-    drawn += timeline(bad, [evil], [Span(row=0, start=0, stop=9, title=evil, colour=evil)], label=evil, row_height=9)
+    drawn += timeline(bad, [evil], [Stretch(row=0, start=0, stop=9, title=evil, colour=evil)], label=evil, row_height=9)
     drawn += stacked_bars(
         [Bar(label=evil, pieces=[(1, evil, evil)], text=evil, mark=1, mark_title=evil)], 9, label=evil
     )

@@ -66,11 +66,11 @@ def report(tmp_path: Path, *folders: Path) -> tuple[str, Page]:
 
 def test_one_run_in_one_sentence(tmp_path: Path, make_run: MakeRun):
     _, page = report(tmp_path, make_run())
-    assert "GPT-2, 1.3M parameters in 3 blocks; 9 visits, 900 steps, 3.69M tokens in" in page.text
+    assert "GPT-2 with 1.3M parameters, trained in 3 blocks: 9 visits, 900 steps and 3.69M tokens in" in page.text
     # 2 F (1 + 2/3 + 1/3) of 3 F is 0.667; the log counts 0.7 % more; 500,000 parameters at 8 bytes of moments.
     assert (
-        "a step cost 0.671 of a full step's FLOPs (formula 0.667); optimizer state 3.8 MiB instead of 9.9 MiB."
-        in page.text
+        "A step cost 0.671 of a full step's FLOPs (0.667 by the formula), and the optimizer state took 3.8 MiB instead "
+        "of 9.9 MiB." in page.text
     )
     for title in ("Loss by training tokens", "Loss by wall time", "Memory of a step", "FLOPs of a step", "In figures"):
         assert title in page.text
@@ -119,7 +119,7 @@ def test_markup_in_a_run_is_shown_and_not_run(tmp_path: Path, make_run: MakeRun,
     text = log.read_text()
     for value in ("GPT-2", "evil", "adamw", "bf16", "drop", "embedding", "h.2", "head", "100 steps done", "finished"):
         text = text.replace(f'"{value}"', f'"{inside}"')
-    log.write_text(text.replace('"optimizer":', f'"{inside}":', 2))
+    log.write_text(text.replace('"moments":', f'"{inside}":', 2))
     details.write_text(json.dumps({evil: evil, "started": evil}))
     folders = [folder, make_run("plain", sweeps=1, steps=10, every=5)] if compared else [folder]
     text, page = report(tmp_path, *folders)
@@ -152,11 +152,11 @@ def test_the_cache_has_a_section(tmp_path: Path, make_run: MakeRun):
     assert "1 2 file 2.0 MiB 192 67 % 500ms 125ms 200 GFLOP 3.0s" in page.text
     assert "all 4 file 2.0 MiB 384 67 % 1.0s 250ms 400 GFLOP 6.0s" in page.text
     assert "4 visits, file store = 'file'" in page.text
-    assert "refused" not in page.text
-    assert "given up" not in page.text
+    assert "rejected" not in page.text
+    assert "abandoned" not in page.text
     assert "interrupted" not in page.text
-    assert "without the prefix cache, formula 0.667)" in page.text
-    assert "pale, what the prefix cache saved" in page.text
+    assert "without the prefix cache, 0.667 by the formula)" in page.text
+    assert "The pale part is what the prefix cache saved" in page.text
     assert "2 GFLOP saved by the prefix cache, on average over the visits so far" in page.text
 
 
@@ -172,7 +172,7 @@ def test_a_cache_that_was_decided_against_says_why(tmp_path: Path, make_run: Mak
     undecided = "\n".join(lines).replace('"place":"file"', '"place":null')
     log.write_text(undecided.replace("store = 'file'", "cannot pay: used once") + "\n")
     _, page = report(tmp_path, folder)
-    assert "No visit has been cached to its end." in page.text
+    assert "No visit was cached to its end." in page.text
     assert "4 visits, not cached cannot pay: used once" in page.text
     assert "found stored" not in page.text
     assert "hit rate" not in page.text
@@ -185,8 +185,8 @@ def test_what_went_wrong_with_a_cache_is_told(tmp_path: Path, make_run: MakeRun)
     last = max(index for index, line in enumerate(lines) if '"kind":"cached"' in line)
     log.write_text("\n".join([*lines[:last], *lines[last + 1 :]]) + "\n")
     _, page = report(tmp_path, folder)
-    assert "3,600 stale rows refused. 3 damaged rows refused." in page.text
-    assert "In 1 visit it was given up half-way, and training went on without." in page.text
+    assert "3,600 stale rows rejected. 3 damaged rows rejected." in page.text
+    assert "In 1 visit the cache was abandoned half-way, and training continued without it." in page.text
 
 
 def test_runs_compared_name_whose_cache_it_is(tmp_path: Path, make_run: MakeRun):
@@ -221,7 +221,7 @@ def test_a_run_without_an_end_says_so(tmp_path: Path, make_run: MakeRun):
 def test_losses_that_are_not_numbers_are_gaps_and_are_counted(tmp_path: Path, make_run: MakeRun):
     text, page = report(tmp_path, make_run(sweeps=1, steps=50, every=25, bad=(7, 8, 60)))
     assert "The loss of 3 steps was not a finite number" in page.text
-    assert "3 steps computed but skipped by the optimizer." in page.text
+    assert "The optimizer skipped 3 steps after computing the gradients." in page.text
     assert not re.search(r'(?:d|cx|cy|x|y|width)="[^"]*(?:nan|inf)', text)
 
 
@@ -234,7 +234,7 @@ def test_all_losses_not_numbers(tmp_path: Path, make_run: MakeRun):
 @pytest.mark.parametrize("method", ["bcd", "full"])
 def test_a_single_step(tmp_path: Path, make_run: MakeRun, method: str):
     _, page = report(tmp_path, make_run(method=method, sizes=(1000,), sweeps=1, steps=1, every=1))
-    assert "1 step, 4096 tokens in" in page.text
+    assert "1 step and 4096 tokens in" in page.text
     assert "Loss by training tokens" in page.text
 
 
@@ -244,7 +244,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path, make_run: MakeRun):
     log.write_bytes(log.read_bytes().split(b"\n")[0] + b"\n")
     (folder / "run.json").unlink()
     _, page = report(tmp_path, folder)
-    assert "0 visits, 0 steps" in page.text
+    assert "0 visits, 0 steps and 0 tokens in" in page.text
     assert "run.json is missing" in page.text
 
 
@@ -252,7 +252,10 @@ def test_images_have_accuracy(tmp_path: Path, make_run: MakeRun):
     folder = make_run(unit="images", sweeps=1, steps=40, every=10)
     end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     _, page = report(tmp_path, folder)
-    assert f"validation loss {end['loss']:.3f} nats per image, accuracy {100 * end['accuracy']:.0f} %" in page.text
+    assert (
+        f"At the end: validation loss {end['loss']:.3f} nats per image, accuracy {100 * end['accuracy']:.0f} %"
+        in page.text
+    )
     assert "Validation accuracy" in page.text
     assert "tokens" not in page.text
 
@@ -281,7 +284,7 @@ def test_tokens_and_images_are_not_compared(tmp_path: Path, make_run: MakeRun):
 def test_a_long_run_of_many_blocks_stays_small(tmp_path: Path, make_run: MakeRun):
     text, page = report(tmp_path, make_run(sizes=(10_000,) * 24, sweeps=25, steps=20, every=20, bad=(50, 9_000)))
     assert len(text.encode()) < 500_000
-    assert "600 visits, 12,000 steps" in page.text
+    assert "600 visits, 12,000 steps and" in page.text
 
 
 def test_report_is_replaced_in_one_move(tmp_path: Path, make_run: MakeRun):

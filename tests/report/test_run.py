@@ -19,7 +19,7 @@ def test_every_kind_of_record_is_read(make_run: MakeRun):
     run = RunRecord.load(make_run(sweeps=2, steps=10, every=5))
     assert run.header.model == "GPT-2"
     assert [block.parameters for block in run.header.blocks] == [500_000, 420_000, 380_000]
-    assert (len(run.visits), len(run.retirements), len(run.steps), len(run.evaluations)) == (6, 6, 60, 13)
+    assert (len(run.visits), len(run.visit_ends), len(run.steps), len(run.evaluations)) == (6, 6, 60, 13)
     assert run.end is not None
     assert run.end.steps == run.steps_done == 60
     assert run.details["command"] == "blocktrain train"
@@ -62,7 +62,7 @@ def test_steps_behind_an_end_mean_the_run_went_on(make_run: MakeRun):
 def test_flops_add_up_over_the_blocks_that_were_active(make_run: MakeRun):
     run = RunRecord.load(make_run(sweeps=1, steps=4, every=4))
     assert run.cost is not None
-    first, second, third = run.cost.flops_blocks
+    first, second, third = run.cost.flops.blocks
     assert run.flops_until(4) == 4 * first
     assert run.flops_until(12) == 4 * (first + second + third)
 
@@ -81,7 +81,7 @@ def test_a_log_that_leaves_steps_out_adds_up_the_same(make_run: MakeRun):
 def test_what_the_cache_saved_is_taken_off_evenly_and_all_of_it_by_the_visits_end(make_run: MakeRun):
     plain = RunRecord.load(make_run("plain", sweeps=2, steps=4, every=4))
     run = RunRecord.load(make_run("cached", sweeps=2, steps=4, every=4, saved=1_000_001))
-    assert [(choice.visit, choice.place) for choice in run.cache_choices] == [(v, "file") for v in (1, 2, 4, 5)]
+    assert [(decision.visit, decision.place) for decision in run.cache_decisions] == [(v, "file") for v in (1, 2, 4, 5)]
     assert [use.step for use in run.cache_uses] == [8, 12, 20, 24]
     cached_steps = [0, 0, 0, 0, 0, *range(1, 9), 8, 8, 8, *range(8, 17)]
     for step, before in enumerate(cached_steps):
@@ -108,9 +108,9 @@ def test_a_visit_under_way_has_saved_nothing_that_is_known(make_run: MakeRun):
     assert run.flops_until(10) == run.uncached_flops_until(10) - 4_000_000
     assert run.cost is not None
     assert [run.mean_step_flops(block) for block in range(3)] == [
-        run.cost.flops_blocks[0],
-        run.cost.flops_blocks[1] - 1_000_000,
-        run.cost.flops_blocks[2],
+        run.cost.flops.blocks[0],
+        run.cost.flops.blocks[1] - 1_000_000,
+        run.cost.flops.blocks[2],
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_visit_may_be_cached_nowhere(make_run: MakeRun):
     folder = make_run(sweeps=1, steps=4, every=4, saved=1)
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"place":"file","reason"', '"place":null,"reason"'))
-    assert [choice.place for choice in RunRecord.load(folder).cache_choices] == [None, None]
+    assert [decision.place for decision in RunRecord.load(folder).cache_decisions] == [None, None]
 
 
 def test_a_real_run_counts_what_its_records_add_up_to(tiny: Callable[..., RunConfig], tmp_path: Path):
@@ -138,7 +138,7 @@ def test_a_real_run_counts_what_its_records_add_up_to(tiny: Callable[..., RunCon
     )
     run = RunRecord.load(tmp_path)
     assert run.end is not None
-    assert [choice.block for choice in run.cache_choices] == [use.block for use in run.cache_uses] == [1, 2]
+    assert [decision.block for decision in run.cache_decisions] == [use.block for use in run.cache_uses] == [1, 2]
     assert all(use.hits == use.rows // 2 for use in run.cache_uses)  # the first of two epochs fills
     assert [use.flops_saved > 0 for use in run.cache_uses] == [False, True]  # below block 1 is only the embedding
     assert replace(run, end=None).flops_until(run.end.steps) == run.end.flops
@@ -155,7 +155,7 @@ def test_an_evaluation_between_visits_has_no_block(make_run: MakeRun):
 def test_full_training_pays_full_steps(make_run: MakeRun):
     run = RunRecord.load(make_run(method="full", steps=4, every=4))
     assert run.cost is not None
-    assert run.flops_until(4) == 4 * run.cost.flops_full
+    assert run.flops_until(4) == 4 * run.cost.flops.full
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path, make_run: MakeRun):
@@ -170,5 +170,5 @@ def test_a_record_without_a_needed_field_names_it(make_run: MakeRun):
     folder = make_run(sweeps=1, steps=2, every=2)
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"loss":', '"lost":'))
-    with pytest.raises(DataError, match=r"a 'step' record without 'loss'"):
+    with pytest.raises(DataError, match=r"a 'evaluation' record without 'loss'"):
         RunRecord.load(folder)

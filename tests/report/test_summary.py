@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from blocktrain.records.log import EventLog
-from blocktrain.report.records import CacheUse, Retirement
+from blocktrain.records.run_records import CacheUse, VisitEnd
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import rows, summaries_of, summary, table
+from blocktrain.report.summary import summaries_of, summary
+from blocktrain.report.summary_table import rows, table
 
 MakeRun = Callable[..., Path]
 
@@ -19,9 +20,9 @@ MakeRun = Callable[..., Path]
 @pytest.fixture
 def by_hand(tmp_path: Path) -> RunRecord:
     """Two blocks, four steps of 100 tokens; every figure is small enough to check in the head."""
-    full = {"weights": 200, "master": 400, "gradients": 400, "optimizer": 800, "activations": 100}
-    first = {"weights": 200, "master": 240, "gradients": 240, "optimizer": 480, "activations": 100}
-    second = {"weights": 200, "master": 160, "gradients": 160, "optimizer": 320, "activations": 50}
+    full = {"weights": 200, "master": 400, "gradients": 400, "moments": 800, "activations": 100}
+    first = {"weights": 200, "master": 240, "gradients": 240, "moments": 480, "activations": 100}
+    second = {"weights": 200, "master": 160, "gradients": 160, "moments": 320, "activations": 50}
     blocks = [{"index": i, "first": "a", "last": "b", "layers": 2, "parameters": 50} for i in range(2)]
     log = EventLog(tmp_path / "events.jsonl")
     log.append({
@@ -59,24 +60,26 @@ def cached_by_hand(by_hand: RunRecord) -> RunRecord:
         **where, place="host", dtype="int8", bytes=2048, rows=8, hits=6, computed=2, stale=3, damaged=1,
         fill_seconds=0.25, wait_seconds=0.5, encoding_error=0.0071, flops_saved=800, seconds_saved=-0.125,
     )  # fmt: skip
-    retired = [Retirement(**where, reason="done")]
-    return replace(by_hand, cache_uses=[use], retirements=retired, end=replace(by_hand.end, flops=8200))
+    ended = [VisitEnd(**where, reason="done")]
+    return replace(by_hand, cache_uses=[use], visit_ends=ended, end=replace(by_hand.end, flops=8200))
 
 
 def test_summary_equals_the_figures_worked_out_by_hand(by_hand: RunRecord):
     item = summary(by_hand)
-    assert item["validation_loss"] == 6.0
-    assert item["validation_loss_per_byte"] == 1.5
-    assert item["flops_mean_step"] == 2250
-    assert item["flops_ratio"] == 0.75
-    assert item["flops_ratio_theory"] == pytest.approx(0.7)  # (960 + 720) / 2 / 1200
-    assert item["flops_excess_percent"] == pytest.approx(100 * (0.75 / 0.7 - 1))
-    assert item["flops"] == 9000 == by_hand.flops_until(4)
-    assert (item["optimizer_bytes"], item["optimizer_bytes_full"]) == (480, 800)
-    assert (item["optimizer_bytes_measured"], item["peak_memory_bytes"]) == (484, 5000)
-    assert (sum(item["memory"].values()), sum(item["memory_full"].values())) == (1260, 1900)
-    assert item["tokens_per_second"] == 200
-    assert json.loads(json.dumps(item, allow_nan=False)) == item
+    assert item.validation_loss == 6.0
+    assert item.validation_loss_per_byte == 1.5
+    assert item.flops_mean_step == 2250
+    assert item.flops_ratio == 0.75
+    assert item.flops_ratio_theory == pytest.approx(0.7)  # (960 + 720) / 2 / 1200
+    assert item.flops_excess_percent == pytest.approx(100 * (0.75 / 0.7 - 1))
+    assert item.flops == 9000 == by_hand.flops_until(4)
+    assert (item.optimizer_bytes, item.optimizer_bytes_full) == (480, 800)
+    assert (item.optimizer_bytes_measured, item.peak_memory_bytes) == (484, 5000)
+    assert item.memory is not None
+    assert item.memory_full is not None
+    assert (sum(item.memory.values()), sum(item.memory_full.values())) == (1260, 1900)
+    assert item.tokens_per_second == 200
+    assert json.loads(json.dumps(item.to_json(), allow_nan=False)) == item.to_json()
 
 
 def test_table_shows_what_is_saved(by_hand: RunRecord):
@@ -93,18 +96,18 @@ def test_table_shows_what_is_saved(by_hand: RunRecord):
 
 def test_summary_of_a_cached_run_equals_the_figures_worked_out_by_hand(cached_by_hand: RunRecord, by_hand: RunRecord):
     item = summary(cached_by_hand)
-    assert (item["flops_mean_step"], item["flops_mean_step_uncached"]) == (2050, 2250)  # (2500 + 2000 - 800 / 2) / 2
-    assert item["flops_ratio"] == pytest.approx(2050 / 3000)
-    assert item["flops_ratio_uncached"] == 0.75
-    assert item["flops_excess_percent"] == summary(by_hand)["flops_excess_percent"]
-    assert (item["flops"], item["flops_uncached"], item["flops_saved"]) == (8200, 9000, 800)
-    assert item["flops_saved_share"] == pytest.approx(0.8 / 9)
-    assert (item["cache_places"], item["cache_dtypes"]) == (["host"], ["int8"])
-    assert (item["cache_bytes"], item["cache_rows"], item["cache_hit_rate"]) == (2048, 8, 0.75)
-    assert (item["cache_stale"], item["cache_damaged"]) == (3, 1)
-    assert (item["cache_fill_seconds"], item["cache_wait_seconds"], item["cache_seconds_saved"]) == (0.25, 0.5, -0.125)
-    assert item["cache_encoding_error"] == 0.0071
-    assert json.loads(json.dumps(item, allow_nan=False)) == item
+    assert (item.flops_mean_step, item.flops_mean_step_uncached) == (2050, 2250)  # (2500 + 2000 - 800 / 2) / 2
+    assert item.flops_ratio == pytest.approx(2050 / 3000)
+    assert item.flops_ratio_uncached == 0.75
+    assert item.flops_excess_percent == summary(by_hand).flops_excess_percent
+    assert (item.flops, item.flops_uncached, item.flops_saved) == (8200, 9000, 800)
+    assert item.flops_saved_share == pytest.approx(0.8 / 9)
+    assert (item.cache_places, item.cache_dtypes) == (["host"], ["int8"])
+    assert (item.cache_bytes, item.cache_rows, item.cache_hit_rate) == (2048, 8, 0.75)
+    assert (item.cache_stale, item.cache_damaged) == (3, 1)
+    assert (item.cache_fill_seconds, item.cache_wait_seconds, item.cache_seconds_saved) == (0.25, 0.5, -0.125)
+    assert item.cache_encoding_error == 0.0071
+    assert json.loads(json.dumps(item.to_json(), allow_nan=False)) == item.to_json()
 
 
 def test_table_of_a_cached_run_against_the_uncached_one(cached_by_hand: RunRecord, by_hand: RunRecord):
@@ -114,22 +117,23 @@ def test_table_of_a_cached_run_against_the_uncached_one(cached_by_hand: RunRecor
     assert cells["of a full step, uncached"] == ("0.750", "0.750")
     assert cells["by the formula, uncached"] == ("0.700", "0.700")
     assert cells["beyond the formula, uncached"] == ("7.1 %", "7.1 %")
-    assert cells["FLOPs in all"] == ("8.2 kFLOP", "9 kFLOP")
+    assert cells["FLOPs in total"] == ("8.2 kFLOP", "9 kFLOP")
     assert cells["uncached"] == ("9 kFLOP", "–")
     assert cells["saved by the prefix cache"] == ("800 FLOP, 8.9 %", "–")
     assert cells["prefix cache"] == ("host", "–")
     assert cells["stored as"] == ("int8, relative error 0.0071", "–")
     assert cells["stored at most"] == ("2.0 KiB", "–")
-    assert cells["rows asked for"] == ("8", "–")
+    assert cells["rows requested"] == ("8", "–")
     assert cells["found stored"] == ("75 %", "–")
-    assert cells["filling"] == ("250ms", "–")
-    assert cells["steps waiting"] == ("500ms", "–")
+    assert cells["time filling it"] == ("250ms", "–")
+    assert cells["time waiting for it"] == ("500ms", "–")
     assert cells["time saved, estimated"] == ("−125ms", "–")
 
 
 def test_an_uncached_run_has_no_rows_of_a_cache(by_hand: RunRecord):
     item = summary(by_hand)
-    assert {item[key] for key in item if key.startswith(("cache_", "flops_saved"))} == {None}
+    figures = item.to_json()
+    assert {figures[key] for key in figures if key.startswith(("cache_", "flops_saved"))} == {None}
     labels = " ".join(row.label for row in rows([item]))
     assert "cache" not in labels
     assert "uncached" not in labels
@@ -138,18 +142,20 @@ def test_an_uncached_run_has_no_rows_of_a_cache(by_hand: RunRecord):
 def test_cache_figures_that_are_not_numbers_are_none(cached_by_hand: RunRecord):
     broken = [replace(use, encoding_error=float("nan")) for use in cached_by_hand.cache_uses]
     item = summary(replace(cached_by_hand, cache_uses=[*broken, *cached_by_hand.cache_uses]))
-    assert item["cache_encoding_error"] is None
-    json.dumps(item, allow_nan=False)
+    assert item.cache_encoding_error is None
+    json.dumps(item.to_json(), allow_nan=False)
 
 
 def test_where_a_token_is_a_byte_one_loss_tells_all(by_hand: RunRecord):
     item = summary(by_hand)
-    bytewise = {**item, "validation_loss": 3.5200, "validation_loss_per_byte": 3.5203}
+    bytewise = replace(item, validation_loss=3.5200, validation_loss_per_byte=3.5203)
     cells = {row.label: row.cells for row in rows([bytewise])}
     assert cells["validation loss, nats per byte"] == ("3.520", "", "")
     assert "validation loss, nats per token" not in cells
-    for other in (item, {**bytewise, "validation_loss_per_byte": 3.53}, {**bytewise, "validation_loss_per_byte": None}):
+    for per_byte in (3.53, None):
+        other = replace(bytewise, validation_loss_per_byte=per_byte)
         assert "validation loss, nats per token" in {row.label for row in rows([bytewise, other])}
+    assert "validation loss, nats per token" in {row.label for row in rows([bytewise, item])}
 
 
 def test_the_memory_shown_is_that_of_the_largest_block_where_there_are_blocks(make_run: MakeRun):
@@ -159,14 +165,14 @@ def test_the_memory_shown_is_that_of_the_largest_block_where_there_are_blocks(ma
         labels = [row.label for row in rows(chosen)]
         at = labels.index(f"memory of a step{label}")
         assert labels[at - 1] == f"optimizer state{label}"
-        assert labels[at + 1 : at + 6] == ["  weights", "  master", "  gradients", "  optimizer", "  activations"]
+        assert labels[at + 1 : at + 6] == ["  weights", "  master", "  gradients", "  moments", "  activations"]
 
 
 def test_a_peak_that_was_measured_on_a_gpu_is_compared_and_a_resident_set_is_not(by_hand: RunRecord):
     """Of several runs in one process the resident set never falls, whatever the later ones take."""
     cpu = summary(by_hand)
-    gpu = {**cpu, "device": "cuda"}
-    resident, measured = "resident set of the process, PyTorch included", "peak memory, measured"
+    gpu = replace(cpu, device="cuda")
+    resident, measured = "resident set, with PyTorch", "peak memory, measured"
     for chosen, expected in (([cpu], {resident}), ([gpu], {measured}), ([gpu, gpu], {measured}), ([cpu, cpu], set())):
         assert {row.label for row in rows(chosen)} & {resident, measured} == expected
 
@@ -181,24 +187,24 @@ def test_every_row_has_a_cell_for_every_column(make_run: MakeRun):
 
 def test_full_run_costs_itself(make_run: MakeRun):
     item = summary(RunRecord.load(make_run(method="full", steps=5, every=5)))
-    assert (item["flops_ratio"], item["flops_ratio_theory"], item["flops_excess_percent"]) == (1, 1, 0)
-    assert item["optimizer_bytes"] == item["optimizer_bytes_full"] == 8 * 1_300_000
+    assert (item.flops_ratio, item.flops_ratio_theory, item.flops_excess_percent) == (1, 1, 0)
+    assert item.optimizer_bytes == item.optimizer_bytes_full == 8 * 1_300_000
 
 
 def test_without_an_end_the_last_evaluation_counts(make_run: MakeRun):
     run = RunRecord.load(make_run(sweeps=1, steps=10, every=4, finish=False))
     item = summary(run)
-    assert not item["finished"]
-    assert item["validation_loss"] == run.evaluations[-1].loss
-    assert item["steps"] == 25
-    assert item["flops"] == run.flops_until(25)
+    assert not item.finished
+    assert item.validation_loss == run.evaluations[-1].loss
+    assert item.steps == 25
+    assert item.flops == run.flops_until(25)
 
 
 def test_a_loss_that_is_not_a_number_is_none(make_run: MakeRun):
     run = RunRecord.load(make_run(sweeps=1, steps=5, every=5, finish=False, bad=(1, 2)))
     item = summary(replace(run, evaluations=[replace(run.evaluations[-1], loss=float("nan"))]))
-    assert item["validation_loss"] is None
-    assert (item["nonfinite_steps"], item["skipped_steps"]) == (2, 2)
+    assert item.validation_loss is None
+    assert (item.nonfinite_steps, item.skipped_steps) == (2, 2)
 
 
 def test_terminal_table_is_aligned_and_takes_names_as_they_are(make_run: MakeRun):
@@ -217,5 +223,5 @@ def test_no_runs_no_table():
 
 
 def test_runs_of_one_name_are_told_apart(by_hand: RunRecord) -> None:
-    assert [item["name"] for item in summaries_of([by_hand] * 3)] == ["hand", "hand (2)", "hand (3)"]
+    assert [item.name for item in summaries_of([by_hand] * 3)] == ["hand", "hand (2)", "hand (3)"]
     assert summaries_of([by_hand]) == [summary(by_hand)]

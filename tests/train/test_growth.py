@@ -159,8 +159,8 @@ def test_flops_are_those_of_the_layers_that_run(tiny, tmp_path: Path) -> None:
     with context.growth.without(context.growth.layers):
         step = StepCounter(context.model.train(), batch).training(context.partition[0].parameters)
     assert step == pytest.approx(first, rel=0.01)  # attention with dropout takes another kernel
-    known = first + second + sum(record.cost.flops_blocks)
-    assert record.end.flops == 4 * (known + record.cost.flops_blocks[2])
+    known = first + second + sum(record.cost.flops.blocks)
+    assert record.end.flops == 4 * (known + record.cost.flops.blocks[2])
     assert record.flops_until(record.steps_done) == record.end.flops
     assert record.flops_until(6) == 4 * first + 2 * second
 
@@ -175,7 +175,7 @@ def test_what_is_left_out_is_not_saved_by_a_cache_too(tiny, tmp_path: Path) -> N
     assert record.end.flops == record.uncached_flops_until(record.steps_done)
     assert record.cost is not None
     assert record.mean_step_flops(2) == record.visits[0].step_flops
-    assert record.visit_flops(record.visits[0]) < record.cost.flops_blocks[2]
+    assert record.visit_flops(record.visits[0]) < record.cost.flops.blocks[2]
 
 
 def test_a_grown_run_that_is_moved_to_another_layout_is_still_reported(tiny, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_grown_run_that_is_moved_to_another_layout_is_still_reported(tiny, tmp
     record = RunRecord.load(tmp_path)
     assert record.end is not None
     assert record.flops_until(record.steps_done) == record.end.flops
-    assert summary(record)["layers_left_out"] == 4
+    assert summary(record).layers_left_out == 4
 
 
 def test_a_layer_is_run_from_the_visit_on_that_reaches_it(tiny, tmp_path: Path) -> None:

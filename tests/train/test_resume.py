@@ -43,7 +43,7 @@ class Crash(BaseException):
 
 
 def crash_at(count: int):
-    """A listener that crashes at the `count`-th event."""
+    """A listener that crashes at the `count`-th record."""
     seen = 0
 
     def listen(record: Record) -> None:

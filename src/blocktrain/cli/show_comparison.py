@@ -1,4 +1,4 @@
-"""What `compare` prints at its end: how the methods stand, beside the figures of each run."""
+"""What `compare` prints at its end: the table of the methods, and the figures of each run where they are few."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_COLUMNS = 3  # runs whose figures a terminal shows side by side
 
 
 def price_of_card(name: str) -> Decimal:
-    """Dollars for an hour of one card."""
+    """Dollars for an hour of a card. Raises `ConfigError` where no provider has a price for it."""
     hardware = load_hardware()
     price = hardware.price(hardware.card(name).name)
     if price is None:
@@ -43,17 +43,17 @@ def show_comparison(
 ) -> None:
     """Write the report and `comparison_rows.json` beside it; print both, or the same figures as JSON."""
     runs = [RunRecord.load(folder) for folder in folders]
-    best = {page.parent / trial.folder: trial.method for trial in trials}
-    found = comparison_rows(runs, [best[folder] for folder in folders], usd_per_hour=usd_per_hour)
-    told = {
+    method_of = {page.parent / trial.folder: trial.method for trial in trials}
+    found = comparison_rows(runs, [method_of[folder] for folder in folders], usd_per_hour=usd_per_hour)
+    figures = {
         "comparison_rows": [asdict(item) for item in found],
         "trials": [asdict(trial) for trial in trials],
         "card": card,
     }
-    page.with_name("comparison_rows.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    page.with_name("comparison_rows.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if as_json:
         write_report(folders, page)
-        json.dump({**figures_of(runs, page), **told}, sys.stdout, indent=1)
+        json.dump({**figures_of(runs, page), **figures}, sys.stdout, indent=1)
         print()
         return
     console = Console()
@@ -61,15 +61,15 @@ def show_comparison(
         show_runs(folders, page, as_json=False)
     else:
         write_report(folders, page)
-        console.print(f"\nreport  {page}", highlight=False, soft_wrap=True)
+        console.print(f"\nreport  {page}", markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(comparison_table(found, card=card))
     for line in _searched(trials):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _searched(trials: Sequence[Trial]) -> list[str]:
-    """For each method of a search: its rates and the spread of its seeds."""
+    """A line for each method whose learning rate was searched: the loss at each rate, and the spread of the seeds."""
     lines = []
     for name in dict.fromkeys(trial.method for trial in trials):
         mine = [trial for trial in trials if trial.method == name]

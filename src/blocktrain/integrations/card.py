@@ -1,7 +1,7 @@
-"""The model card of an exported run: a README.md whose figures are those of the run's own log.
+"""The model card of an exported run: a README.md with the figures of the run's own log.
 
-What a reader of a model wants to know is in the log already: what was trained on what, how long, at which cost, and
-how well. Nothing is written that the run did not find; local paths are cut down to their last part.
+The log has what a reader of a model wants to know: what was trained on which data, for how long, at what cost, and how
+well. The card states nothing that the run did not measure, and of local paths only the last part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from blocktrain.data.images import ImageConfig
 from blocktrain.data.labelled import LabelledConfig
 from blocktrain.data.text import TextConfig
 from blocktrain.errors import CheckpointError
+from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
-from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
@@ -42,8 +42,8 @@ CARD = """---
 |---|---|
 {figures}
 
-Losses are over validation data that were not trained on. FLOPs are counted, not estimated; seconds and memory are those
-of {hardware}.
+Losses are on validation data that the model was not trained on. FLOPs are counted, not estimated. Seconds and memory
+were measured on {hardware}.
 
 ## Data
 
@@ -58,12 +58,12 @@ of {hardware}.
 
 
 def write_card(folder: RunFolder, out: Path) -> None:
-    """Write `out/README.md` for the newest checkpoint of the run in `folder`, headed as the hub reads it."""
+    """Write `out/README.md` for the newest checkpoint of the run in `folder`, with the header that the hub reads."""
     (out / "README.md").write_text(card(folder), encoding="utf-8")
 
 
 def card(folder: RunFolder) -> str:
-    """The text of the card; raises `CheckpointError` where there is nothing to describe."""
+    """The text of the card. Raises `CheckpointError` where the run has no checkpoint yet."""
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet, so there is no model to describe")
@@ -84,11 +84,11 @@ def card(folder: RunFolder) -> str:
 
 
 def _evaluation(run: RunRecord, step: int) -> Evaluation | None:
-    """The last one of the weights that the checkpoint holds, or of earlier ones."""
+    """The last evaluation at or before the step of the checkpoint."""
     return next((row for row in reversed(run.evaluations) if row.step <= step), None)
 
 
-# What a run counts -> the hub's name for what its model does.
+# What a run counts -> the hub's name for the task of its model
 TASKS = {"tokens": "text-generation", "texts": "text-classification", "images": "image-classification"}
 
 
@@ -122,7 +122,7 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
 
 
 def _base_model(config: RunConfig) -> str | None:
-    """The hub's name of what training started from."""
+    """The hub's name of the pretrained model that training started from, if there is one."""
     path = config.model.path
     named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
     return path if named and config.model.weights == "pretrained" else None
@@ -132,32 +132,33 @@ def _how(run: RunRecord) -> str:
     if run.is_full:
         return "all parameters at once"
     count = len(run.header.blocks)
-    trained = "one" if run.header.span == "block" else "one, and all above it,"
-    return f"every parameter, {trained} of {count} blocks at a time, by block coordinate descent"
+    above = "" if run.header.span == "block" else " together with all blocks above it"
+    return f"every parameter, one of {count} blocks at a time{above}, by block coordinate descent"
 
 
 def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
-    """Rows of the table of results."""
+    """The rows of the table of results."""
     found = _evaluation(run, step)
     if found is not None:
         yield "validation loss", f"{found.loss:.4f} nats per {run.header.unit.removesuffix('s')} (step {found.step})"
         if found.loss_per_byte is not None:
-            yield "the same per byte of text", f"{found.loss_per_byte:.4f} nats"
+            yield "validation loss per byte of text", f"{found.loss_per_byte:.4f} nats"
         if found.accuracy is not None:
             yield "validation accuracy", f"{found.accuracy:.2%}"
     yield "optimizer steps", f"{step:,}"
     yield f"training {run.header.unit}", f"{step * run.header.tokens_per_step:,}"
     if run.cost is not None:
         yield "FLOPs", flops_text(run.flops_until(step))
-        if not run.is_full and run.cost.flops_full:
-            share = run.flops_until(step) / (step * run.cost.flops_full) if step else 1.0
-            yield "of as many full steps'", f"{share:.1%}"
+        full = run.cost.flops.full
+        if not run.is_full and full:
+            share = run.flops_until(step) / (step * full) if step else 1.0
+            yield "FLOPs over those of as many full steps", f"{share:.1%}"
     if run.end is not None:
         yield "seconds", format_seconds(run.end.seconds)
         if run.end.peak_memory_bytes:
             yield "peak memory", format_bytes(run.end.peak_memory_bytes)
         if run.end.optimizer_bytes:
-            yield "optimizer state held at once, at most", format_bytes(run.end.optimizer_bytes)
+            yield "optimizer state at its largest", format_bytes(run.end.optimizer_bytes)
     yield "optimizer", f"{run.header.optimizer}, {run.header.precision}, moments between visits: {run.header.state}"
 
 
@@ -186,7 +187,7 @@ def _data(config: RunConfig) -> str:
 
 
 def _last_part(place: str) -> str:
-    """Of a path on this machine the name alone; a hub name, and anything else, as it is."""
+    """The last part of a path on this machine; the name of a repository of the hub, and anything else, as it is."""
     path = Path(place).expanduser()
     mine = path.is_absolute() or place.startswith(("./", "../")) or ("/" in place and path.exists())
     return path.name if mine else place

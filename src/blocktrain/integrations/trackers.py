@@ -3,10 +3,10 @@
     with Trackers(config, folder) as trackers:
         run(config, folder, listeners=[trackers])
 
-The run's own log stays the truth; trackers are told what it is told. A resumed run goes on in the same run of the
-tracker. Steps that were sent before a crash and are taken again afterwards (with the same figures) appear once: by
-TensorBoard's `purge_step`, by the order of steps that Weights & Biases insists on, by asking MLflow. Trackio cannot be
-asked, so after a crash, though not after Ctrl-C, it shows those steps twice.
+The run's own log stays the truth; trackers get the figures that it gets. A resumed run continues the same run of the
+tracker. Steps that were sent before a crash are taken again afterwards, with the same figures. They appear once:
+TensorBoard purges them (`purge_step`), Weights & Biases drops steps that come out of order, and MLflow is asked which
+steps it has. Trackio cannot be asked, so after a crash, though not after Ctrl-C, it shows those steps twice.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from blocktrain.errors import ConfigError
-from blocktrain.records.log import Event
+from blocktrain.records.run_records import Evaluation, Record, RunEnd, RunHeader, Step
 from blocktrain.train.config import RunConfig
 from blocktrain.train.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-FIGURES = {  # kind of event -> its figures, under the tracker's name for them
-    "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "block": "train/block"},
-    "evaluation": {
+FIGURES: dict[type[Record], dict[str, str]] = {  # record -> its fields that are sent, and the trackers' names for them
+    Step: {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "block": "train/block"},
+    Evaluation: {
         "loss": "validation/loss",
         "loss_per_byte": "validation/loss_per_byte",
         "accuracy": "validation/accuracy",
@@ -46,15 +46,15 @@ CLIENTS = {  # tracker -> (module that is its client, what to install)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """The run as a tracker is told of it."""
+class TrackedRun:
+    """What a client needs to open the run."""
 
-    key: str  # the same for every session of the run
+    key: str  # equal in every session of the run
     name: str
     project: str
     folder: Path
     config: Mapping[str, Any]
-    step: int  # of the first figures to come
+    step: int  # of the first figures that will be sent
 
 
 class Tracker(Protocol):
@@ -65,15 +65,15 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is still waiting."""
+        """Send what is still waiting, and close the run."""
         ...
 
 
 class Trackers:
     """A listener that sends a run's figures to all of `config.tracking.to`; `folder` is the run's.
 
-    Raises `ConfigError` at once where a client is not installed, and before the first step where it cannot be opened. A
-    client that fails later is left out with a warning: training goes on.
+    Raises `ConfigError` at once where a client is not installed, and before the first step where it cannot be opened.
+    If a client fails later, training continues without it, with a warning.
     """
 
     def __init__(self, config: RunConfig, folder: Path):
@@ -86,28 +86,30 @@ class Trackers:
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(f"tracking.to names '{name}', whose client is not installed: pip install {package}")
 
-    def __call__(self, record) -> None:
-        """Send the event's figures; those of steps between two of `log_every` are left out, as in the run's log."""
-        event: Event = record.to_event()
-        if event["kind"] == "run":
-            self._name = event["name"]
-        elif event["kind"] == "end":
-            self.close()
-        names = FIGURES.get(event["kind"], {})
-        if not names or (event["kind"] == "step" and event["step"] % self.config.log_every):
-            return
+    def __call__(self, record: Record) -> None:
+        """Send the figures of a record. Steps that `log_every` leaves out of the run's log are not sent either."""
+        match record:
+            case RunHeader():
+                self._name = record.name
+            case RunEnd():
+                self.close()
+            case Step() if record.step % self.config.log_every == 0:
+                self._send(record, record.step)
+            case Evaluation():
+                self._send(record, record.step)
+            case _:
+                pass
+
+    def _send(self, record: Record, step: int) -> None:
         if self._open is None:
-            self._open = dict(self._opened(event["step"]))
-        figures = {
-            ours: float(event[theirs])
-            for theirs, ours in names.items()
-            if event.get(theirs) is not None and math.isfinite(event[theirs])
-        }
+            self._open = dict(self._opened(step))
+        values = {name: getattr(record, field) for field, name in FIGURES[type(record)].items()}
+        figures = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
         for name, tracker in list(self._open.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.log(figures, event["step"]))
+            self._attempt(name, lambda tracker=tracker: tracker.log(figures, step))
 
     def close(self) -> None:
-        """Send what is still waiting: the run has ended, or is interrupted."""
+        """Send what is still waiting: the run has ended or was interrupted."""
         for name, tracker in list((self._open or {}).items()):
             self._attempt(name, tracker.close)
         self._open = None
@@ -120,7 +122,7 @@ class Trackers:
 
     def _opened(self, step: int) -> Iterator[tuple[str, Tracker]]:
         started = {key: value for key, value in self.folder.read().items() if key != "sessions"}
-        tracked = Tracked(
+        tracked = TrackedRun(
             key=hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16],
             name=self._name,
             project=self.config.tracking.project,
@@ -131,43 +133,43 @@ class Trackers:
         for name in self.config.tracking.to:
             try:
                 yield name, TRACKERS[name](tracked)
-            except Exception as error:  # whatever a foreign client raises
+            except Exception as error:  # whatever the client raises
                 raise ConfigError(
                     f"tracking.to names '{name}', which cannot be opened ({type(error).__name__}: {error}); "
-                    "see to its settings, or leave it out"
+                    "check its settings, or remove it from tracking.to"
                 ) from error
 
     def _attempt(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
-            log.warning("training goes on without %s: %s: %s", name, type(error).__name__, error)
+            log.warning("training continues without %s: %s: %s", name, type(error).__name__, error)
             assert self._open is not None
             self._open.pop(name)
 
 
 class TensorBoard:
-    """Files in the run's folder: `tensorboard --logdir runs`."""
+    """Files in the run's folder, which `tensorboard --logdir runs` shows."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """One scalar each."""
+        """Write a scalar for each figure."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write the file's end."""
+        """Flush and close the file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run with the id of ours; `WANDB_MODE=offline` and the like are the client's own."""
+    """A run whose id is our key. Settings such as `WANDB_MODE=offline` are read by the client itself."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(
@@ -180,7 +182,7 @@ class WeightsAndBiases:
         )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """The client drops steps below its newest."""
+        """Send the figures; the client drops those of steps before its newest one."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
@@ -189,22 +191,22 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run that carries our key as a tag; `MLFLOW_TRACKING_URI` says where."""
+    """A run with our key as a tag, at `MLFLOW_TRACKING_URI`."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        found = self._client.search_runs([place], filter_string=f"tags.`blocktrain.run` = '{run.key}'")
-        self._id = (found[0] if found else self._create(place, run)).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        found = self._client.search_runs([experiment_id], filter_string=f"tags.`blocktrain.run` = '{run.key}'")
+        self._id = (found[0] if found else self._create(experiment_id, run)).info.run_id
         self._sent: dict[str, int] = {}  # figure -> its newest step
         for name in found[0].data.metrics if found else ():
             self._sent[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
 
-    def _create(self, place: str, run: Tracked) -> Any:
-        created = self._client.create_run(place, run_name=run.name, tags={"blocktrain.run": run.key})
+    def _create(self, experiment_id: str, run: TrackedRun) -> Any:
+        created = self._client.create_run(experiment_id, run_name=run.name, tags={"blocktrain.run": run.key})
         for table, value in run.config.items():
             entries = value.items() if isinstance(value, dict) else [("", value)]
             for key, entry in entries:
@@ -212,7 +214,7 @@ class MLflow:
         return created
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """What is not there yet."""
+        """Send the figures that the run does not have yet."""
         for name, value in figures.items():
             if step > self._sent.get(name, -1):
                 self._client.log_metric(self._id, name, value, timestamp=int(time.time() * 1000), step=step)
@@ -224,9 +226,9 @@ class MLflow:
 
 
 class Trackio:
-    """A run called after ours and its key; `TRACKIO_SPACE_ID` and the like are the client's own."""
+    """A run named after ours and its key. Settings such as `TRACKIO_SPACE_ID` are read by the client itself."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._run = trackio.init(
@@ -238,15 +240,15 @@ class Trackio:
         )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Put in the client's queue."""
+        """Put the figures into the client's queue."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """Wait for the queue."""
+        """Wait until the queue is empty."""
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,

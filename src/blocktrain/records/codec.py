@@ -1,6 +1,6 @@
 """Dataclasses to plain JSON values and back, by their type hints.
 
-Numbers that JSON cannot hold are written as text (`"nan"`, `"inf"`), which `float` reads back.
+The log writes numbers that JSON cannot hold as text (`"nan"`, `"inf"`), which `float` reads back.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 Event = dict[str, Any]  # one line of the log: plain values
 
 
-def encode(record: Any) -> Event:
+def encode(record: DataclassInstance) -> Event:
     """The fields of a dataclass, nested ones included; one marked `optional` is left out while it has its default."""
     values = {item: getattr(record, item.name) for item in dataclasses.fields(record)}
     return {
@@ -26,22 +29,24 @@ def encode(record: Any) -> Event:
     }
 
 
-def decode(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass `cls` from what `encode` gave, or an older version of it did: unknown keys are left out.
+def decode(cls: type[D], values: Mapping[str, Any]) -> D:
+    """The dataclass `cls` from what `encode` returned, also in another version of this package.
+
+    Unknown keys are ignored, and a missing key takes the field's default.
 
     Raises `KeyError` for a missing field without a default, `TypeError` or `ValueError` for a value of another type.
     """
     hints, found = _hints(cls), {}
-    for item in dataclasses.fields(typing.cast(Any, cls)):
+    for item in dataclasses.fields(cls):
         if item.name in values:
             found[item.name] = _typed(hints[item.name], values[item.name])
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise KeyError(f"a {cls.__name__} record without '{item.name}'")
+            raise KeyError(f"a '{getattr(cls, 'kind', cls.__name__)}' record without '{item.name}'")
     return cls(**found)
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return encode(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -1,8 +1,8 @@
-"""The run's memory: one JSON object a line, appended as things happen and read by reports, trackers and tests.
+"""The file of a run's log, `events.jsonl`: one JSON object per line, appended as things happen.
 
-Only the trainer writes events; everything that shows a run (live line, report, comparison) reads them. A record
-is deterministic but for `seconds`, so an interrupted and resumed run leaves the same log as one that was not:
-a checkpoint remembers how long the log was, and resuming cuts off what came after it.
+Only the trainer writes it; everything that shows a run (report, comparison, model card) reads it. All fields of a
+record but the clocks are deterministic, so a run that was interrupted and resumed leaves the same log as one that was
+not: each checkpoint stores the length of the log, and resuming cuts off what came after it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class EventLog:
         if size < length:  # truncate would fill it up with zeros
             self._file.close()
             raise DataError(
-                f"'{self.path}' holds {size} bytes, but its checkpoint was made when it held {length}: put back the "
+                f"'{self.path}' has {size} bytes, but it had {length} when the checkpoint was written: restore the "
                 "file that belongs to this run"
             )
 
     def append(self, event: Event) -> None:
-        """Write one record and hand it to the operating system, so that a killed process loses nothing logged."""
+        """Write one record and hand it to the operating system, so that killing the process loses no record."""
         with storage_errors(self.path):
-            self._file.write(encode(event) + b"\n")
+            self._file.write(json_line(event) + b"\n")
             self._file.flush()
 
     def length(self) -> int:
@@ -52,7 +52,7 @@ class EventLog:
         return self._file.tell()
 
     def sync(self) -> None:
-        """See what was written onto the disk, before something refers to it."""
+        """Flush the file to the disk, before a checkpoint refers to its length."""
         with storage_errors(self.path):
             os.fsync(self._file.fileno())
 
@@ -62,7 +62,7 @@ class EventLog:
 
 
 class NoLog:
-    """What the other processes of a run write to: rank 0 keeps the log."""
+    """The log of every rank but 0, which writes nothing: rank 0 keeps the run's log."""
 
     def append(self, event: Event) -> None:
         """Nothing is written."""
@@ -78,7 +78,7 @@ class NoLog:
         """Nothing was open."""
 
 
-def encode(event: Event) -> bytes:
+def json_line(event: Event) -> bytes:
     """One line of JSON; numbers that JSON cannot hold (inf, nan) become text, so every reader can parse it."""
     return json.dumps(_finite(event), separators=(",", ":"), allow_nan=False).encode()
 
@@ -94,8 +94,11 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path, *, length: int | None = None) -> list[Event]:
-    """All complete records of a log, or of its first `length` bytes; a torn last line (a process killed while writing)
-    is left out."""
+    """All complete records of a log, or of its first `length` bytes.
+
+    A torn last line, which a process leaves that is killed while writing, is left out. Raises `DataError` where there
+    is no log or another line is not JSON.
+    """
     if not path.is_file():
         raise DataError(f"'{path}' does not exist; is '{path.parent}' the folder of a run?")
     return list(_parse(path, length))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from blocktrain.records.codec import Event, decode, encode
+from blocktrain.records.older_logs import in_todays_words
 
 Bytes = Mapping[str, int]  # part of memory ("frozen", "moments", ...) -> bytes
 
@@ -317,8 +318,8 @@ RECORDS: dict[str, type[Record]] = {
 def from_event(event: Event) -> Record | None:
     """The record of a line that was read back; None for a kind that this version does not know.
 
-    Fields that this version does not know are left out. Raises `KeyError` or `TypeError` where a field that has no
-    default is missing or has another type.
+    Unknown fields are ignored, and names that older logs use are translated. Raises `KeyError`, `TypeError` or
+    `ValueError` where a field without a default is missing or has another type.
     """
     cls = RECORDS.get(event.get("kind", ""))
-    return None if cls is None else decode(cls, event)
+    return None if cls is None else decode(cls, in_todays_words(event))

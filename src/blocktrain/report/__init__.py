@@ -1,13 +1,15 @@
-"""Reports: what a run's event log says, as figures, a terminal table and one self-contained page."""
+"""Reports on runs, from their logs: a summary, a table for a terminal, and one self-contained HTML page."""
 
-from blocktrain.report.multiplier import Multiplier, multipliers, multipliers_text
+from blocktrain.report.multiplier import MeasuredMultiplier, multipliers, multipliers_text
 from blocktrain.report.report import write_report
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import summary, table
+from blocktrain.report.summary import Summary, summary
+from blocktrain.report.summary_table import table
 
 __all__ = [
-    "Multiplier",
+    "MeasuredMultiplier",
     "RunRecord",
+    "Summary",
     "multipliers",
     "multipliers_text",
     "summary",

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: lines, a timeline, stacked bars. Numbers and colours come in, markup comes out.
+"""Charts as inline SVG: lines, a timeline, stacked bars. Numbers and colours go in, markup comes out.
 
 A chart has no fixed width. Its SVG fills its box and places everything by percentages, so that text keeps its
-size on a telephone; only the lines live in a nested SVG that stretches with the box:
+size on a telephone. Only the lines live in a nested SVG that stretches with the box:
 
     +-- svg (100 % wide) ------------------+
     | grid, dots, text: x and y in percent |
@@ -11,7 +11,7 @@ size on a telephone; only the lines live in a nested SVG that stretches with the
     +--------------------------------------+
       tick texts hang outside, in the margin
 
-Every text is escaped here, once; callers pass plain strings. A colour is the name of a class that sets `--k`.
+Every text is escaped here, once: callers pass plain strings. A colour is the name of a CSS class that sets `--k`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from blocktrain.report.format import Axis
+from blocktrain.report.axis import Axis
 
 WIDE, HIGH = 4000, 1000  # whole numbers on this grid are finer than a pixel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points joined in order, in one colour; a point that is not finite is a gap. `kind` names the style."""
+    """Points joined in order, in one colour. A point that is not finite leaves a gap. `kind` names the style."""
 
     points: Sequence[tuple[float, float]]
     colour: str = ""
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Dot:
-    """One point with the text shown over it; `label` is written beside it."""
+    """One point. `title` shows when the pointer is over it, `label` is written beside it."""
 
     x: float
     y: float
@@ -48,7 +48,7 @@ class Dot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class Stretch:
     """A stretch of one row of a timeline."""
 
     row: int
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row of stacked bars: pieces as (value, colour, title), a text at the end, a tick across at `mark`."""
+    """One row of stacked bars: pieces as (value, colour, title), a text at their end, and a tick across at `mark`."""
 
     label: str
     pieces: Sequence[tuple[float, str, str]]
@@ -81,7 +81,7 @@ class Track:
 def line_chart(
     x: Axis, y: Axis, lines: Sequence[Line], dots: Sequence[Dot] = (), *, label: str, height: int, foot: bool = True
 ) -> str:
-    """Lines over a grid; `foot` writes the x axis below (not where another chart shares it)."""
+    """Lines over a grid. `foot` writes the x axis below, unless another chart below shares it."""
     paths = "".join(
         f'<path class="{escape(line.kind)} {escape(line.colour)}" d="{data}"/>'
         for line in lines
@@ -95,17 +95,17 @@ def line_chart(
     return _svg(content, height, label)
 
 
-def timeline(x: Axis, rows: Sequence[str], spans: Sequence[Span], *, label: str, row_height: int) -> str:
-    """Rows of stretches along `x`, the row's name in the margin."""
+def timeline(x: Axis, rows: Sequence[str], stretches: Sequence[Stretch], *, label: str, row_height: int) -> str:
+    """Rows of stretches along `x`, with each row's name in the margin."""
     names = "".join(
         f'<text class="tick" x="-8" y="{(row + 0.5) * row_height:.1f}" dy=".35em" text-anchor="end">'
         f"{escape(name)}</text>"
         for row, name in enumerate(rows)
     )
     bars = "".join(
-        f'<rect class="fill {escape(span.colour)}" x="{_percent(x.at(span.start))}" y="{span.row * row_height + 2}" '
-        f'width="{_percent(x.at(span.stop) - x.at(span.start))}" height="{row_height - 4}">{_title(span.title)}</rect>'
-        for span in spans
+        f'<rect class="fill {escape(item.colour)}" x="{_percent(x.at(item.start))}" y="{item.row * row_height + 2}" '
+        f'width="{_percent(x.at(item.stop) - x.at(item.start))}" height="{row_height - 4}">{_title(item.title)}</rect>'
+        for item in stretches
     )
     return _svg(_columns(x) + names + bars + _foot(x), len(rows) * row_height, label)
 
@@ -158,7 +158,7 @@ def _path(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _pieces(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
-    """The stretches between gaps; a lone point becomes a short dash, or it would not show."""
+    """The pieces between gaps. A lone point becomes a short dash, as it would not show otherwise."""
     piece: list[str] = []
     for px, py in [*points, (math.nan, math.nan)]:
         if math.isfinite(px) and math.isfinite(py):

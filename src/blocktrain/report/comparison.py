@@ -1,4 +1,4 @@
-"""Several runs on one page: the same losses over tokens, counted FLOPs and wall time, one colour a run."""
+"""Several runs on one page: validation losses over tokens, counted FLOPs and wall time, in one colour for each run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from html import escape
 
 from blocktrain.errors import DataError
-from blocktrain.report.chart import Bar, Dot, Line, Track, line_chart, stacked_bars, values
-from blocktrain.report.figures import MOST_DOTS, figure, part_colour, parts_key, plot, without_start
-from blocktrain.report.format import Axis, count_axis, decimal, flops_axis, flops_text, time_axis
+from blocktrain.records.run_records import Evaluation
+from blocktrain.report.axis import Axis, count_axis, flops_axis, time_axis
+from blocktrain.report.chart import Dot, Line, Track, line_chart, values
+from blocktrain.report.figure import MOST_DOTS, figure, plot
+from blocktrain.report.format import decimal, flops_text
+from blocktrain.report.loss_axis import without_start
+from blocktrain.report.memory_parts import memory_bars
 from blocktrain.report.multiplier import loss_of
-from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.report.series import thin
-from blocktrain.report.summary import Summary, parts, summary
-from blocktrain.units import format_bytes, format_count, format_seconds
+from blocktrain.report.summary import summary
+from blocktrain.units import format_count, format_seconds
 
 
-def comparable(runs: Sequence[RunRecord]) -> None:
-    """Raise `DataError` where the runs count different things."""
+def require_comparable(runs: Sequence[RunRecord]) -> None:
+    """Raises `DataError` unless the runs count the same thing: tokens, texts or images."""
     first = runs[0]
     for run in runs[1:]:
         if run.header.unit != first.header.unit:
@@ -30,35 +33,35 @@ def comparable(runs: Sequence[RunRecord]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Over:
-    """What a figure draws the losses over: an axis, its name in words and in ids, and where an evaluation lies."""
+class LossesOver:
+    """What a figure draws the losses over: the x axis, its name in words and in ids, and where an evaluation lies."""
 
     axis: Axis
     words: str
     name: str
-    place: Callable[[RunRecord, Evaluation], float]
+    x_of: Callable[[RunRecord, Evaluation], float]
 
 
 def figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Validation losses over tokens, FLOPs and time, one colour a run."""
+    """Validation losses over tokens, FLOPs and time, and the memory of a step."""
     unit = runs[0].header.unit
     time, second = time_axis(max(run.seconds for run in runs))
     work = max(run.flops_until(run.steps_done) for run in runs)
     tokens = count_axis(f"training {unit}", max(run.tokens for run in runs))
-    seen = [
-        Over(axis=tokens, words=f"training {unit}", name="tokens", place=lambda _, row: row.tokens),
-        Over(
+    axes = [
+        LossesOver(axis=tokens, words=f"training {unit}", name="tokens", x_of=lambda _, row: row.tokens),
+        LossesOver(
             axis=flops_axis("counted FLOPs", work),
             words="counted FLOPs",
             name="flops",
-            place=lambda run, row: run.flops_until(row.step),
+            x_of=lambda run, row: run.flops_until(row.step),
         ),
-        Over(axis=time, words="wall time", name="time", place=lambda _, row: row.seconds / second),
+        LossesOver(axis=time, words="wall time", name="time", x_of=lambda _, row: row.seconds / second),
     ]
     if not all(run.cost for run in runs):
-        seen.pop(1)
+        axes.pop(1)
     y = _loss_axis(runs)
-    return "".join(_losses(runs, names, y, over) for over in seen) + memory(runs, names)
+    return "".join(_losses(runs, names, y, over) for over in axes) + _memory(runs, names)
 
 
 def _loss_axis(runs: Sequence[RunRecord]) -> Axis:
@@ -67,14 +70,14 @@ def _loss_axis(runs: Sequence[RunRecord]) -> Axis:
     return without_start("validation loss", points, min(run.tokens for run in runs))
 
 
-def _losses(runs: Sequence[RunRecord], names: Sequence[str], y: Axis, over: Over) -> str:
+def _losses(runs: Sequence[RunRecord], names: Sequence[str], y: Axis, over: LossesOver) -> str:
     unit, read = loss_of(runs)
     start = max((read(run.evaluations[0]) for run in runs if run.evaluations), default=0.0)
     above = f" The start, at {start:.2f}, is above the frame." if start > y.high and over.name == "tokens" else ""
     lines, dots, tracks = [], [], []
     for index, run in enumerate(runs):
         shown = [run.evaluations[at] for at in thin([read(row) for row in run.evaluations], 300)]
-        points = [(over.place(run, row), read(row)) for row in shown]
+        points = [(over.x_of(run, row), read(row)) for row in shown]
         texts = [_texts(run, row, read(row)) for row in shown]
         lines.append(Line(points=points, colour=f"k{index}"))
         if len(points) <= MOST_DOTS:
@@ -91,7 +94,7 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str], y: Axis, over: Over
     chart = line_chart(over.axis, y, lines, dots, label=f"validation loss by {over.words}", height=300)
     name = f"loss-{over.name}"
     drawn = plot(chart, name, values(tracks, over.axis, y, name))
-    return figure(f"Validation loss by {over.words}", f"{unit}.{above}", runs_key(runs, names), drawn)
+    return figure(f"Validation loss by {over.words}", f"{unit}.{above}", _runs_key(runs, names), drawn)
 
 
 def _texts(run: RunRecord, row: Evaluation, loss: float) -> list[str]:
@@ -99,8 +102,8 @@ def _texts(run: RunRecord, row: Evaluation, loss: float) -> list[str]:
     return [decimal(loss), format_count(row.tokens), work, format_seconds(row.seconds)]
 
 
-def runs_key(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Which colour is which run, with its last loss."""
+def _runs_key(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """The colour of each run, and its last loss."""
     _, read = loss_of(runs)
     items = "".join(
         f'<li><i class="swatch k{index}"></i>{escape(names[index])} '
@@ -110,26 +113,12 @@ def runs_key(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     return f'<ul class="key">{items}</ul>'
 
 
-def memory(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Bytes of a step by part: of each run's largest block."""
-    listed: list[tuple[str, Summary]] = [
-        (name, item) for name, item in zip(names, map(summary, runs), strict=True) if item["memory"]
-    ]
-    if not listed:
+def _memory(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Bytes of a step by part, in a visit to each run's largest block."""
+    known = [(name, summary(run).memory) for name, run in zip(names, runs, strict=True)]
+    memories = [(name if len(name) <= 24 else name[:23] + "…", memory) for name, memory in known if memory]
+    if not memories:
         return ""
-    found = parts(*(item["memory"] for _, item in listed))
-    limit = max(sum(item["memory"].values()) for _, item in listed) or 1
-    bars = [
-        Bar(
-            label=name if len(name) <= 24 else name[:23] + "…",
-            pieces=[
-                (item["memory"].get(part, 0), part_colour(part), f"{part}: {format_bytes(item['memory'].get(part, 0))}")
-                for part in found
-            ],
-            text=format_bytes(sum(item["memory"].values())),
-        )
-        for name, item in listed
-    ]
-    chart = stacked_bars(bars, limit, label="memory of a step by part")
-    note = "bytes by part, with the largest block active."
-    return figure("Memory of a step", note, parts_key(found), f'<div class="bars named">{chart}</div>')
+    return figure(
+        "Memory of a step", "bytes by part, with the largest block active.", memory_bars(memories, css="named")
+    )

@@ -1,7 +1,7 @@
-"""How the methods of a comparison stand: loss at equal tokens and at equal time, cost of a step, memory, multiplier.
+"""The table of a comparison: loss at equal tokens and at equal time, cost of a step, memory, B-F multiplier.
 
-A multiplier compares runs with the same optimizer: a better optimizer is not block coordinate descent's merit. Against
-a full run with another one it stands in a column of its own.
+A multiplier compares runs with the same optimizer, because a better optimizer is not the merit of block coordinate
+descent. The multiplier against a full run with another optimizer has a column of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import TypeVar
 
 from rich import box
 from rich.table import Table
@@ -23,15 +23,21 @@ from blocktrain.report.multiplier import loss_of, tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.units import format_bytes
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run beside the others; None where the logs do not tell.
+    """The figures of one run of a comparison; None for what the logs do not have.
 
-    loss: at the end. loss_at_equal_time: when the fastest run had ended, interpolated. seconds: of training, the
-    opening left out. step_seconds: median of steps without an evaluation. step_ratio: over the first full run's.
-    peak_bytes: tracked, of the worst step. multiplier: tokens to the final loss of the full run with the same
-    optimizer, over that run's; cross_multiplier: the same against the first full run, where its optimizer is another.
+    loss: at the end.
+    loss_at_equal_time: interpolated at the time at which the fastest run ended.
+    seconds: of training, without the preparation before the first evaluation.
+    step_seconds: the median of the steps without an evaluation; step_ratio: that over the first full run's.
+    peak_bytes: tracked, of the worst step.
+    multiplier: tokens to the final loss of the full run with the same optimizer, over the tokens of that run.
+    cross_multiplier: likewise against the first full run, where that has another optimizer.
+    usd: the price of `seconds`.
     """
 
     name: str
@@ -53,7 +59,7 @@ class ComparisonRow:
 def comparison_rows(
     runs: Sequence[RunRecord], names: Sequence[str], *, usd_per_hour: Decimal | None = None
 ) -> list[ComparisonRow]:
-    """Each run's, in the order given. usd_per_hour: of one card, at which this machine's seconds are counted."""
+    """A row for each run, in the order given. usd_per_hour: the price of a card, which this machine's seconds cost."""
     _, read = loss_of(runs)
     fulls = [run for run in runs if run.is_full and run.evaluations]
     shortest = min(map(_training_seconds, runs))
@@ -62,7 +68,6 @@ def comparison_rows(
         same = next((full for full in fulls if full.header.optimizer == run.header.optimizer), None)
         seconds, step = _training_seconds(run), _step_seconds(run)
         first = _step_seconds(fulls[0]) if fulls else None
-        kept = run.end.optimizer_bytes if run.end else None
         result.append(
             ComparisonRow(
                 name=name,
@@ -75,7 +80,7 @@ def comparison_rows(
                 step_seconds=step,
                 step_ratio=step / first if step and first else None,
                 peak_bytes=_peak_bytes(run),
-                optimizer_bytes=kept,
+                optimizer_bytes=run.end.optimizer_bytes if run.end else None,
                 multiplier=_multiplier(run, same, runs),
                 cross_multiplier=None if same or not fulls else _multiplier(run, fulls[0], runs),
                 usd=None if usd_per_hour is None else float(price_of(seconds, 1, usd_per_hour).amount),
@@ -89,7 +94,7 @@ def _training_seconds(run: RunRecord) -> float:
 
 
 def _step_seconds(run: RunRecord) -> float | None:
-    """Evaluations and the switch of a block fall between the two steps that are not counted."""
+    """The median time between two steps, where no evaluation and no switch of blocks came between them."""
     interrupted = {row.step for row in (*run.evaluations, *run.visits)}
     spent = [
         after.seconds - before.seconds
@@ -100,7 +105,7 @@ def _step_seconds(run: RunRecord) -> float | None:
 
 
 def _loss_at(run: RunRecord, seconds: float, runs: Sequence[RunRecord]) -> float | None:
-    """The validation loss after `seconds` of training, on the line between the evaluations around it."""
+    """The validation loss after `seconds` of training, interpolated between the evaluations before and after it."""
     _, read = loss_of(runs)
     rows = run.evaluations
     if not rows:
@@ -113,9 +118,9 @@ def _loss_at(run: RunRecord, seconds: float, runs: Sequence[RunRecord]) -> float
 
 
 def _peak_bytes(run: RunRecord) -> int | None:
-    if run.tracked is None:
+    if run.memory_peaks is None:
         return None
-    peaks = [run.tracked.full] if run.is_full else list(run.tracked.blocks)
+    peaks = [run.memory_peaks.full] if run.is_full else run.memory_peaks.blocks
     return max(sum(peak.parts.values()) for peak in peaks)
 
 
@@ -128,7 +133,7 @@ def _multiplier(run: RunRecord, full: RunRecord | None, runs: Sequence[RunRecord
 
 
 def comparison_table(found: Sequence[ComparisonRow], *, card: str | None = None) -> Table:
-    """For a terminal: a line a run."""
+    """The table for a terminal: a line for each run."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     headings = ["", "loss", "same time", "FLOPs", "of step", "peak", "state", "B-F", "cross"]
     headings += [f"$, {card}"] if card else []
@@ -150,5 +155,5 @@ def comparison_table(found: Sequence[ComparisonRow], *, card: str | None = None)
     return result
 
 
-def _shown(value: Any, show: Callable[[Any], str]) -> str:
+def _shown(value: T | None, show: Callable[[T], str]) -> str:
     return ABSENT if value is None else show(value)

@@ -1,7 +1,7 @@
-"""The page around the figures: one HTML file that needs no network and no other file.
+"""The page: one HTML file that needs no network and no other file.
 
-Its content security policy allows one script, ours, by its hash: should a run's text ever slip through unescaped,
-the browser still refuses to run it or to fetch what it names.
+Its content security policy allows one script, ours, by its hash. Should a run's text ever slip through unescaped, the
+browser still refuses to run it or to fetch what it names.
 """
 
 from __future__ import annotations
@@ -9,100 +9,105 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from blocktrain.report import cache_section, comparison, figures, memory_section, samples
-from blocktrain.report.format import ABSENT, decimal, percent, plural
+from blocktrain.report import comparison
+from blocktrain.report.figure import table
+from blocktrain.report.format import decimal, percent, plural
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.palette import style
-from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
-from blocktrain.report.series import evenly
-from blocktrain.report.summary import Summary, columns, rows, summaries_of
+from blocktrain.report.sections.registry import SECTIONS
+from blocktrain.report.summary import Summary, summaries_of
+from blocktrain.report.summary_table import columns, rows
 from blocktrain.units import format_bytes, format_count, format_seconds
 
-MOST_ROWS = 200  # evaluations in the table
 WRITTEN_FROM = "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n"
+STATES = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
 
 
 def page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or the comparison of several, as HTML."""
     summaries = summaries_of(runs)
-    names = [item["name"] for item in summaries]
-    named = list(zip(runs, names if runs[1:] else [""], strict=True))  # alone, a run needs no name in its headings
+    names = [item.name for item in summaries] if runs[1:] else [""]  # alone, a run needs no name in its headings
     if len(runs) == 1:
-        run = runs[0]
-        title, meta, sentence = run.header.name, _meta(run), in_words(run, summaries[0])
-        body = _single(run)
+        title, meta = runs[0].header.name, _meta(runs[0])
+        lede = run_in_words(runs[0], summaries[0])
+        body = "".join(section.markup(runs[0]) for section in SECTIONS if not section.in_comparison)
     else:
-        comparison.comparable(runs)
+        comparison.require_comparable(runs)
         title, meta = " · ".join(names), plural(len(runs), "run") + " compared"
         if len(runs) > 3:
             title, meta = meta, title
-        sentence, body = _comparison_words(runs, names), comparison.figures(runs, names)
-    told = zip(named, summaries, strict=True)
-    notices = [text for (run, name), item in told for text in _notices(run, item, name)]
-    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
+        lede, body = _comparison_in_words(runs, names), comparison.figures(runs, names)
+    notices = [
+        text for run, item, name in zip(runs, summaries, names, strict=True) for text in _notices(run, item, name)
+    ]
+    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(lede)}</p>\n'
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
-    tables = _figures_table(summaries) + "".join(
-        part(run, name)
-        for part in (memory_section.section, cache_section.section, samples.section, _evaluations)
-        for run, name in named
-    )
-    footer = "".join(_details(run, name) for run, name in named)
-    return document(
-        title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs))
-    )
+    named = list(zip(runs, names, strict=True))
+    body += table(["", *columns(summaries)], [(row.label, *row.cells) for row in rows(summaries)], caption="In figures")
+    body += "".join(section.markup(run, name) for section in SECTIONS if section.in_comparison for run, name in named)
+    footer = "".join(_details(run, name) for run, name in named) + WRITTEN_FROM
+    return document(title, header, body, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
 
 
-def in_words(run: RunRecord, item: Summary) -> str:
-    """The run in one sentence."""
-    size = f"{format_count(item['parameters'])} parameters"
-    unit = item["unit"]
-    done = f"{plural(item['visits'], 'visit')}, {plural(item['steps'], 'step')}"
-    said = [f"{item['model']}, {size} in {plural(item['blocks'], 'block')}", done]
-    if run.is_full:
-        said = [f"{item['model']}, {size} trained in full", plural(item["steps"], "step")]
-    said[-1] += f", {format_count(item['tokens'])} {unit} in {format_seconds(item['seconds'])}"
-    if item["validation_loss_per_byte"] is not None:
-        said.append(f"validation loss {decimal(item['validation_loss_per_byte'])} nats per byte")
-    elif item["validation_loss"] is not None:
-        said.append(f"validation loss {decimal(item['validation_loss'])} nats per {unit.removesuffix('s')}")
-    if item["accuracy"] is not None:
-        said[-1 if item["validation_loss"] is not None else 0] += f", accuracy {percent(item['accuracy'])}"
-    if item["exact_match"] is not None:
-        said[-1] += f", exact match {percent(item['exact_match'])}"
-    if item["flops_ratio"] is not None and not run.is_full:
-        beside = [f"{decimal(item['flops_ratio_uncached'])} without the prefix cache"] if run.cache_uses else []
-        beside += [f"formula {decimal(item['flops_ratio_theory'])}"] if item["flops_ratio_theory"] is not None else []
-        more = f" ({', '.join(beside)})" if beside else ""
-        said.append(f"a step cost {decimal(item['flops_ratio'])} of a full step's FLOPs{more}")
-    if item["optimizer_bytes_full"]:
-        instead = "" if run.is_full else f" instead of {format_bytes(item['optimizer_bytes_full'])}"
-        said.append(f"optimizer state {format_bytes(item['optimizer_bytes'])}{instead}")
-    return "; ".join(said) + "."
+def run_in_words(run: RunRecord, item: Summary) -> str:
+    """What was trained, what came of it and what it cost, in a few sentences."""
+    unit = item.unit
+    work = [plural(item.steps, "step"), f"{format_count(item.tokens)} {unit}"]
+    how = "in full" if run.is_full else f"in {plural(item.blocks, 'block')}"
+    if not run.is_full:
+        work.insert(0, plural(item.visits, "visit"))
+    sentences = [
+        f"{item.model} with {format_count(item.parameters)} parameters, trained {how}: {', '.join(work[:-1])} and "
+        f"{work[-1]} in {format_seconds(item.seconds)}."
+    ]
+    found = []
+    if item.validation_loss_per_byte is not None:
+        found.append(f"validation loss {decimal(item.validation_loss_per_byte)} nats per byte")
+    elif item.validation_loss is not None:
+        found.append(f"validation loss {decimal(item.validation_loss)} nats per {unit.removesuffix('s')}")
+    if item.accuracy is not None:
+        found.append(f"accuracy {percent(item.accuracy)}")
+    if item.exact_match is not None:
+        found.append(f"exact match {percent(item.exact_match)}")
+    if found:
+        sentences.append(f"{'At the end' if run.end else 'So far'}: {', '.join(found)}.")
+    costs = []
+    if item.flops_ratio is not None and not run.is_full:
+        others = [f"{decimal(item.flops_ratio_uncached)} without the prefix cache"] * bool(run.cache_uses)
+        others += [f"{decimal(item.flops_ratio_theory)} by the formula"] * (item.flops_ratio_theory is not None)
+        compared = f" ({', '.join(others)})" if others else ""
+        costs.append(f"a step cost {decimal(item.flops_ratio)} of a full step's FLOPs{compared}")
+    if item.optimizer_bytes is not None and item.optimizer_bytes_full:
+        instead = "" if run.is_full else f" instead of {format_bytes(item.optimizer_bytes_full)}"
+        costs.append(f"the optimizer state took {format_bytes(item.optimizer_bytes)}{instead}")
+    if costs:
+        sentence = ", and ".join(costs)
+        sentences.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    return " ".join(sentences)
 
 
-def _comparison_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+def _comparison_in_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     unit, _ = loss_of(runs)
     found = multipliers(runs, names)
     if found:
         return multipliers_text(found, runs[0].header.unit, unit)
-    return f"Validation losses in {unit}. A B-F multiplier needs a full run and a BCD run."
+    return f"Validation losses are in {unit}. A B-F multiplier needs a full run and a BCD run with the same optimizer."
 
 
 def _meta(run: RunRecord) -> str:
     header = run.header
-    state = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
-    told = [header.method, header.optimizer, header.precision]
-    told += [state.get(header.state, header.state)] if not run.is_full else []
-    told += ["visits train all blocks above too"] if header.span == "suffix" else []
-    told += [f"tail moved by {header.tail}"] if header.tail != "none" else []
-    told.append(str(run.details.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
-    told.append(f"ended: {run.end.reason}" if run.end else "")
-    return " · ".join(text for text in told if text)
+    facts = [header.method, header.optimizer, header.precision]
+    facts += [STATES.get(header.state, header.state)] if not run.is_full else []
+    facts += ["a visit trains all blocks above, too"] if header.span == "suffix" else []
+    facts += [f"the tail is moved by {header.tail}"] if header.tail != "none" else []
+    facts.append(str(run.details.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
+    facts.append(f"ended: {run.end.reason}" if run.end else "")
+    return " · ".join(text for text in facts if text)
 
 
 def _notices(run: RunRecord, item: Summary, name: str) -> list[str]:
@@ -111,73 +116,19 @@ def _notices(run: RunRecord, item: Summary, name: str) -> list[str]:
     if run.end is None:
         planned = f" of {run.header.steps_planned:,} planned" if run.header.steps_planned else ""
         notices.append(
-            f"{lead}This run has not finished: its log stops at step {run.steps_done:,}{planned}. It is still going or "
-            f"was interrupted."
+            f"{lead}This run has not finished: its log stops at step {run.steps_done:,}{planned}. "
+            "It is still training, or it was interrupted."
         )
-    if item["nonfinite_steps"]:
+    if item.nonfinite_steps:
         notices.append(
-            f"{lead}The loss of {plural(item['nonfinite_steps'], 'step')} was not a finite number: gaps in the lines."
+            f"{lead}The loss of {plural(item.nonfinite_steps, 'step')} was not a finite number, which leaves gaps in "
+            "the lines."
         )
-    if item["skipped_steps"]:
-        notices.append(f"{lead}{plural(item['skipped_steps'], 'step')} computed but skipped by the optimizer.")
+    if item.skipped_steps:
+        notices.append(
+            f"{lead}The optimizer skipped {plural(item.skipped_steps, 'step')} after computing the gradients."
+        )
     return notices
-
-
-def _single(run: RunRecord) -> str:
-    if not run.steps and not run.evaluations:
-        losses = ""
-    else:
-        losses = figures.loss_by_tokens(run) + figures.accuracy(run) + figures.loss_by_time(run)
-    unit = run.header.unit
-    rate = figures.by_tokens(run, "Learning rate", f"by training {unit}.", lambda row: row.lr, "lr")
-    norm = figures.by_tokens(
-        run,
-        "Gradient norm",
-        f"of the active block before clipping, by training {unit}.",
-        lambda row: row.grad_norm,
-        "norm",
-    )
-    return losses + figures.memory(run) + figures.flops(run) + rate + norm
-
-
-def _figures_table(summaries: Sequence[Summary]) -> str:
-    headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in columns(summaries))
-    body = "".join(
-        f'<tr><th scope="row"{" class=inner" if row.label.startswith(" ") else ""}>{escape(row.label.strip())}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells)
-        + "</tr>\n"
-        for row in rows(summaries)
-    )
-    return (
-        f'<div class="scroll"><table><caption>In figures</caption><thead><tr><th></th>{headings}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>\n"
-    )
-
-
-def _evaluations(run: RunRecord, name: str) -> str:
-    """Every evaluation in a table, with the measures that the log has."""
-    if not run.evaluations:
-        return ""
-    unit = run.header.unit
-    optional: dict[str, Callable[[Evaluation], float | None]] = {
-        "loss per byte": lambda row: row.loss_per_byte,
-        "accuracy": lambda row: row.accuracy,
-        "exact match": lambda row: row.exact_match,
-    }
-    known = {text: read for text, read in optional.items() if any(read(row) is not None for row in run.evaluations)}
-    headings = ("step", unit, "time", "block", f"loss per {unit.removesuffix('s')}", *known)
-    body = ""
-    for row in (run.evaluations[index] for index in evenly(len(run.evaluations), MOST_ROWS)):
-        cells = [f"{row.step:,}", format_count(row.tokens), format_seconds(row.seconds)]
-        cells += [ABSENT if row.block is None else str(row.block), decimal(row.loss, 4)]
-        cells += [decimal(read(row), 4) for read in known.values()]
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
-    heading = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
-    title = "Every evaluation" + (f" of {name}" if name else "")
-    return (
-        f'<details><summary>{escape(title)}</summary><div class="scroll"><table><thead>'
-        f"<tr>{heading}</tr></thead><tbody>{body}</tbody></table></div></details>\n"
-    )
 
 
 def _details(run: RunRecord, name: str) -> str:
@@ -189,7 +140,8 @@ def _details(run: RunRecord, name: str) -> str:
 
 
 def document(title: str, header: str, body: str, footer: str, colours: int) -> str:
-    """One HTML file: `header`, `body` and `footer` are markup, `title` is text."""
+    """One HTML file: `header`, `body` and `footer` are markup, `title` is text; it has colours for `colours` blocks or
+    runs."""
     folder = resources.files("blocktrain.report")
     css = folder.joinpath("report.css").read_text(encoding="utf-8") + style(colours)
     script = "\n" + folder.joinpath("report.js").read_text(encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Colours, for light and dark pages, chosen so that readers who lack the red or the green cones tell them apart.
+"""Colours for light and dark pages, which readers without red or green cones can tell apart too.
 
-Up to six blocks or runs take hues after Okabe and Ito (jfly.uni-koeln.de/color), adjusted for each ground. More take
-a ramp in the manner of viridis: blocks are ordered, and so is its lightness. Neighbours on a ramp of sixteen are
-close for anyone; the timeline's rows and the crosshair name the block as well, colour never stands alone.
+Up to six blocks or runs take hues after Okabe and Ito (jfly.uni-koeln.de/color), adjusted for each background. More
+take a ramp in the manner of viridis: blocks have an order, and so has the ramp's lightness. On a ramp of sixteen,
+neighbours look alike to anyone, so the timeline's rows and the crosshair name the block as well: no figure relies on
+colour alone.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ PARTS: tuple[Colour, ...] = (
     ("#56667c", "#8394ad"),  # weights
     ("#8fa3bd", "#566780"),  # master
     ("#e3b27a", "#e6b77f"),  # gradients
-    ("#b4532a", "#cf6a3c"),  # optimizer
+    ("#b4532a", "#cf6a3c"),  # moments
     ("#d5dbe3", "#39424f"),  # activations
     ("#77706a", "#a59d96"),  # anything else
 )
 
 
 def colours(count: int) -> tuple[Colour, ...]:
-    """`count` colours, one for each block or run."""
+    """One colour for each of `count` blocks or runs."""
     if count <= len(HUES):
         return HUES[:count]
     return tuple(_on_ramp(index / (count - 1)) for index in range(count))
@@ -56,7 +57,8 @@ def _mix(low: str, high: str, share: float) -> str:
 
 
 def style(count: int) -> str:
-    """Style rules: class `k0`, `k1`, ... sets `--k` to a block's or run's colour, `p0`, `p1`, ... to a part's."""
+    """Style rules: the classes `k0`, `k1`, ... set `--k` to the colour of a block or run, `p0`, `p1`, ... to that of a
+    part of memory."""
     named = [(f"k{index}", colour) for index, colour in enumerate(colours(count))]
     named += [(f"p{index}", colour) for index, colour in enumerate(PARTS)]
     light = "".join(f".{name}{{--k:{colour[0]}}}" for name, colour in named)

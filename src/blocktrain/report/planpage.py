@@ -8,9 +8,9 @@ from html import escape
 from blocktrain.plan.fit import Candidate
 from blocktrain.plan.memory import MemoryPlan
 from blocktrain.plan.outcome import Outcome, alternative_cells, assumptions, binding, memory_savers, money, span, spread
+from blocktrain.report.axis import axis
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
-from blocktrain.report.figures import figure
-from blocktrain.report.format import axis
+from blocktrain.report.figure import figure
 from blocktrain.report.page import document
 from blocktrain.units import format_bytes, format_count
 

@@ -1,4 +1,4 @@
-"""Writing the page: read the run folders, render, replace the file in one move."""
+"""Writes the page: reads the run folders, renders them, and replaces the file in one move."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from blocktrain.report.run import RunRecord
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Write the report of one run folder, or the comparison of several, to the HTML file `out`; returns `out`.
 
-    A reader never sees half a page: it is written under another name and moved into place. Raises `DataError` for
-    a folder without a readable log and `StorageError` where `out` cannot be written.
+    A reader never sees half a page, since it is written under another name and then moved into place. Raises
+    `DataError` for a folder without a readable log, and `StorageError` where `out` cannot be written.
     """
     if not folders:
         raise DataError("a report needs the folder of at least one run")

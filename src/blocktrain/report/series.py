@@ -1,4 +1,4 @@
-"""Long series made short enough to draw: means over a window, and thinning that loses no spike."""
+"""Long series made short enough to draw: the mean over a window, and thinning that keeps every spike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-POINTS = 800  # on a plot a thousand pixels wide nobody sees more
+POINTS = 800  # a plot a thousand pixels wide shows no more
 
 
 def window(length: int) -> int:
@@ -15,7 +15,7 @@ def window(length: int) -> int:
 
 
 def running_mean(values: Sequence[float], size: int) -> list[float]:
-    """Centred mean over `size` (odd) neighbours, fewer at the ends; values that are not finite do not count.
+    """The centred mean over `size` (odd) neighbours, fewer at the ends; values that are not finite are left out.
 
     >>> running_mean([1.0, 2.0, float("nan"), 4.0], 3)
     [1.5, 1.5, 3.0, 4.0]
@@ -33,9 +33,9 @@ def running_mean(values: Sequence[float], size: int) -> list[float]:
 
 
 def thin(values: Sequence[float], points: int = POINTS) -> list[int]:
-    """Indices of about `points` values, ends included: the least and the greatest of each bucket.
+    """Indices of about `points` values: both ends, and the least and the greatest value of each bucket.
 
-    A bucket also keeps the first value that is not finite, so that a gap stays a gap.
+    A bucket also keeps its first value that is not finite, so that a gap stays a gap.
     """
     length = len(values)
     if length <= points:

@@ -1,4 +1,4 @@
-"""What a prefix cache did, its records added up: over a run, by block, and the reasons it was used or not."""
+"""The records of the prefix cache added up: over a run, by block, and the reasons why it was used or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blocktrain.report.records import CacheChoice, CacheUse
+from blocktrain.records.run_records import CacheDecision, CacheUse
 from blocktrain.report.run import RunRecord
 
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -16,10 +16,10 @@ _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTotals:
-    """What the cache did in some visits; `bytes` is the most it held at once, all else is summed.
+    """What the cache did in some visits: sums, except where another meaning is given.
 
-    `flops_saved` is net of what filling cost. `seconds_saved` is the trainer's estimate: those FLOPs at the rate it
-    measured, less the waiting. `encoding_error` is the largest, relative.
+    bytes: the most that was stored at once. flops_saved: net of what filling the cache cost. seconds_saved: the
+    trainer's estimate, these FLOPs at the rate it measured, less the waiting. encoding_error: the largest, relative.
     """
 
     visits: int
@@ -38,7 +38,7 @@ class CacheTotals:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the rows asked for that were found stored; None where none was asked for."""
+        """Share of the requested rows that were found stored; None where none was requested."""
         return self.hits / self.rows if self.rows else None
 
 
@@ -62,7 +62,7 @@ def totals(uses: Sequence[CacheUse]) -> CacheTotals:
 
 
 def by_block(uses: Sequence[CacheUse]) -> dict[int, CacheTotals]:
-    """The same for each block that was cached, in order."""
+    """The totals of each block that was cached, in the order of the blocks."""
     blocks = sorted({use.block for use in uses})
     return {block: totals([use for use in uses if use.block == block]) for block in blocks}
 
@@ -71,7 +71,7 @@ def by_block(uses: Sequence[CacheUse]) -> dict[int, CacheTotals]:
 class Reason:
     """Why the prefix was stored where it was, or not at all, and in how many visits.
 
-    `text` is that of the first of these visits; the others' may differ in their `figures`.
+    `text` is the reason in the first of these visits; where `figures_differ`, the others state other figures.
     """
 
     place: str | None
@@ -80,27 +80,27 @@ class Reason:
     figures_differ: bool
 
 
-def reasons(choices: Sequence[CacheChoice]) -> list[Reason]:
-    """Distinct reasons, in the order they first came up.
+def reasons(decisions: Sequence[CacheDecision]) -> list[Reason]:
+    """The distinct reasons, in the order in which they first came up.
 
-    What is measured anew at each visit differs a little each time, so texts that differ only in figures are one.
+    Each visit measures again, with slightly different results, so texts that differ only in figures count as one.
     """
-    groups: dict[tuple[str | None, str], list[CacheChoice]] = {}
-    for choice in choices:
-        groups.setdefault((choice.place, _FIGURE.sub("#", choice.reason)), []).append(choice)
+    groups: dict[tuple[str | None, str], list[CacheDecision]] = {}
+    for decision in decisions:
+        groups.setdefault((decision.place, _FIGURE.sub("#", decision.reason)), []).append(decision)
     return [
         Reason(
             place=place,
             text=group[0].reason,
             visits=len(group),
-            figures_differ=any(choice.reason != group[0].reason for choice in group),
+            figures_differ=any(decision.reason != group[0].reason for decision in group),
         )
         for (place, _), group in groups.items()
     ]
 
 
-def given_up(run: RunRecord) -> int:
-    """Visits that began with a cache and ended without one: they have no record of what it did."""
-    chosen = {choice.visit for choice in run.cache_choices if choice.place is not None}
-    ended = {row.visit for row in run.retirements}
-    return len(chosen & ended - {use.visit for use in run.cache_uses})
+def abandoned(run: RunRecord) -> int:
+    """How many visits began with a cache and ended without one: they have no record of what it did."""
+    cached = {decision.visit for decision in run.cache_decisions if decision.place is not None}
+    ended = {row.visit for row in run.visit_ends}
+    return len(cached & ended - {use.visit for use in run.cache_uses})

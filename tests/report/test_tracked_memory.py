@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from blocktrain.report.memory_section import section
 from blocktrain.report.page import page
 from blocktrain.report.run import RunRecord
+from blocktrain.report.sections.tracked_memory import TRACKED_MEMORY
 
 MIB = 2**20
 PEAK: dict[str, Any] = {
@@ -40,7 +40,7 @@ def cells(markup: str, label: str) -> list[str]:
 
 
 def test_each_block_has_its_parts_and_what_was_measured(make_run: Callable[..., Path]) -> None:
-    markup = section(with_memory(make_run()), "")
+    markup = TRACKED_MEMORY.markup(with_memory(make_run()))
     found = cells(markup, "block 1")
     headings = re.findall(r'<th scope="col">(.*?)</th>', markup)
     assert dict(zip(headings, found, strict=True)) == {
@@ -60,6 +60,6 @@ def test_each_block_has_its_parts_and_what_was_measured(make_run: Callable[..., 
 
 def test_it_is_on_the_page_and_absent_from_older_logs(make_run: Callable[..., Path]) -> None:
     folder = make_run()
-    assert section(RunRecord.load(folder), "") == ""
+    assert TRACKED_MEMORY.markup(RunRecord.load(folder)) == ""
     assert "Memory by part, tracked" not in page([RunRecord.load(folder)])
     assert "Memory by part, tracked" in page([with_memory(folder)])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.report.cache import by_block, given_up, reasons, totals
-from blocktrain.report.records import CacheChoice
+from blocktrain.records.run_records import CacheDecision
+from blocktrain.report.cache_totals import abandoned, by_block, reasons, totals
 from blocktrain.report.run import RunRecord
 
 MakeRun = Callable[..., Path]
@@ -20,9 +20,9 @@ def record(make_run: MakeRun) -> RunRecord:
     return RunRecord.load(make_run(sweeps=2, steps=4, every=4, saved=1000))
 
 
-def choices(*pairs: tuple[str | None, str]) -> list[CacheChoice]:
+def decisions(*pairs: tuple[str | None, str]) -> list[CacheDecision]:
     return [
-        CacheChoice(visit=visit, block=1, step=0, tokens=0, seconds=0.0, place=place, reason=reason)
+        CacheDecision(visit=visit, block=1, level=1, step=0, tokens=0, seconds=0.0, place=place, reason=reason)
         for visit, (place, reason) in enumerate(pairs)
     ]
 
@@ -62,7 +62,7 @@ def test_an_error_that_is_not_a_number_is_not_hidden_by_others(record: RunRecord
 
 def test_reasons_that_differ_only_in_measured_figures_are_one():
     said = reasons(
-        choices(
+        decisions(
             ("host", "host: 0.0291 s instead of 0.109 s"),
             (None, "cannot pay"),
             ("host", "host: 1.4e-05 s instead of 12 s"),
@@ -77,10 +77,10 @@ def test_reasons_that_differ_only_in_measured_figures_are_one():
     ]
 
 
-def test_a_cache_given_up_half_way_leaves_no_record(record: RunRecord):
-    assert given_up(record) == 0
-    assert given_up(replace(record, cache_uses=record.cache_uses[1:])) == 1
+def test_a_cache_that_is_abandoned_half_way_leaves_no_record(record: RunRecord):
+    assert abandoned(record) == 0
+    assert abandoned(replace(record, cache_uses=record.cache_uses[1:])) == 1
     # A visit under way has no record yet either, and one that never had a cache has nothing to give up.
-    assert given_up(replace(record, cache_uses=record.cache_uses[:3], retirements=record.retirements[:5])) == 0
-    nowhere = [replace(choice, place=None) for choice in record.cache_choices]
-    assert given_up(replace(record, cache_choices=nowhere, cache_uses=[])) == 0
+    assert abandoned(replace(record, cache_uses=record.cache_uses[:3], visit_ends=record.visit_ends[:5])) == 0
+    nowhere = [replace(decision, place=None) for decision in record.cache_decisions]
+    assert abandoned(replace(record, cache_decisions=nowhere, cache_uses=[])) == 0

@@ -1,0 +1,64 @@
+"""`blocktrain export DIR OUT`: write the trained model as a Hugging Face folder, and upload it on request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from blocktrain.cli.command import Command, add_run_folder
+
+# How the name of a transformers model ends -> the class that loads it
+LOADERS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the folder with its model card, and push it to the hub with `--push`."""
+    from blocktrain.cli.live import quiet_libraries
+    from blocktrain.integrations.card import write_card
+    from blocktrain.integrations.hub import check_repository, push
+    from blocktrain.train.export import export as export_run
+    from blocktrain.train.run_folder import RunFolder
+
+    if options.push is not None:
+        check_repository(options.push)
+    quiet_libraries()
+    folder = RunFolder(options.run)
+    out = export_run(folder, options.out, also=lambda place: write_card(folder, place))
+    address = None if options.push is None else push(out, options.push, public=options.public)
+    if options.json:
+        json.dump({"exported": str(out), "pushed": address}, sys.stdout)
+        print()
+        return 0
+    print(f"exported to {out}; {_how_to_load(out)}")
+    if address is not None:
+        print(f"pushed to {address}")
+    return 0
+
+
+def _how_to_load(out: Path) -> str:
+    (name,) = json.loads((out / "config.json").read_text()).get("architectures") or [None]
+    if name is None:
+        return "its weights are in model.safetensors, its depth in config.json: see blocktrain.resnet"
+    loader = next((loader for end, loader in LOADERS.items() if name.endswith(end)), name)
+    return f"load it with {loader}.from_pretrained({str(out)!r})"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_run_folder(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hugging Face hub")
+    parser.add_argument(
+        "--public", action="store_true", help="if --push creates the repository, make it public (default: private)"
+    )
+
+
+EXPORT = Command(
+    name="export", help="write the trained model as a Hugging Face folder", add_options=_add_options, run=export
+)

@@ -1,0 +1,58 @@
+"""A session of training at the command line: its folder, its live line and trackers, and the table at its end."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from blocktrain.cli.live import LiveLine
+from blocktrain.cli.show_runs import show_runs
+from blocktrain.integrations.trackers import Trackers
+from blocktrain.parallel.ranks import is_launched, launched_rank
+from blocktrain.runtime import pick_device
+from blocktrain.train.config import RunConfig
+from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.trainer import Listener
+
+
+def live_line(config: RunConfig, options: argparse.Namespace) -> LiveLine:
+    """The live line of a run. It is written to stderr where stdout is to hold JSON, and on rank 0 only."""
+    return LiveLine(Console(stderr=options.json, quiet=launched_rank() > 0), pick_device(config.device))
+
+
+@contextmanager
+def listening(config: RunConfig, folder: Path, options: argparse.Namespace) -> Iterator[list[Listener]]:
+    """The listeners of a run: its live line, and its trackers, which are flushed at the end."""
+    with Trackers(config, folder) as trackers, live_line(config, options) as live:
+        yield [live, trackers]
+
+
+def show_end(folder: RunFolder, options: argparse.Namespace) -> None:
+    """Write the report and print the table, on rank 0."""
+    if launched_rank() == 0:
+        show_runs([folder.path], folder.report, as_json=options.json)
+
+
+def numbered_folder(name: str) -> Path:
+    """`runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3`, ... that does not exist.
+
+    Under torchrun always `runs/NAME`, so that all processes agree, and so does the job when it is started again.
+    """
+    base = Path("runs") / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+    number = 1
+    if is_launched():
+        return base
+    while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def command_line() -> str:
+    """This command as one would type it."""
+    return shlex.join(["blocktrain", *sys.argv[1:]])
