@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -17,10 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported,
 import torch
 
 from blocktrain.records.log import read_events
-from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
-from blocktrain.train.context import TrainingContext
 from blocktrain.train.schema import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,47 +37,6 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLOPs and peaks of a configuration, which every run's opening counts on a copy without memory, are counted once
-    for all tests of a process: that takes a second, a tiny run's training less."""
-    for name in ("_costs", "_memory"):
-        monkeypatch.setattr(run_header, name, functools.partial(_remembered, getattr(run_header, name), name))
-
-
-_COUNTED: dict[str, Any] = {}
-# What neither FLOPs nor peaks depend on: tables, and keys of a table.
-_FREE = {
-    *(
-        "name",
-        "seed",
-        "schedule",
-        "learning_rate",
-        "evaluation",
-        "checkpoint",
-        "stop",
-        "log_every",
-        "prefix",
-        "sampling",
-    ),
-    *("distributed", "tracking", "on_nonfinite"),
-}
-_FREE_OF_OPTIMIZER = {"lr", "weight_decay", "decay", "state", "max_grad_norm"}
-
-
-def _remembered(count: Callable[[TrainingContext], Any], name: str, context: TrainingContext) -> Any:
-    costly = {table: value for table, value in context.config.to_mapping().items() if table not in _FREE}
-    optimizer = {key: value for key, value in costly.pop("optimizer").items() if key not in _FREE_OF_OPTIMIZER}
-    key = json.dumps(
-        [name, len(context.partition), context.micro_rows, context.config.schedule.span, optimizer, costly],
-        sort_keys=True,
-        default=str,
-    )
-    if key not in _COUNTED:
-        _COUNTED[key] = count(context)
-    return copy.deepcopy(_COUNTED[key])
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blocktrain.compare.step import backward_pass, learning_rate_factor
 from blocktrain.compare.trainee import Trainee
-from blocktrain.memory.flops import flop_counter
+from blocktrain.memory.flops import FlopCounter
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.memory_profile import logits_width
@@ -47,9 +47,9 @@ def measure_cycle(context: TrainingContext, trainee: Trainee, *, visits: int) ->
             kept = max(kept, trainee.state_bytes())
         peak = tracker.peak()
     for step in range(steps, 2 * steps):
-        with flop_counter() as counter:
+        with FlopCounter() as counter:
             backward_pass(context, trainee, step)
-        flops += counter.get_total_flops()
+        flops += counter.total()
         _update(context, trainee, step)
     return Cycle(flops=flops // steps, peak=peak, gradient_bytes=gradients, optimizer_bytes=kept)
 

@@ -25,6 +25,7 @@ from blocktrain.records.log import Event, read_events
 from blocktrain.runtime import pick_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.count_once import count_once
 from blocktrain.train.growth import growing_visits, running_without
 from blocktrain.train.interpolate_blocks import ends, filled, interpolate
 from blocktrain.train.memory_profile import predicted_peaks
@@ -43,8 +44,8 @@ def opening_records(context: TrainingContext, method: str) -> list[Event]:
         context = replace(context, micro_rows=event["micro_rows"])
     return [
         _run_event(context, method),
-        {"kind": "cost", **_costs(context), **_growing(context)},
-        {"kind": "memory", **_memory(context)},
+        {"kind": "cost", **count_once(_costs, context), **_growing(context)},
+        {"kind": "memory", **count_once(_memory, context)},
         *decided,
     ]
 
