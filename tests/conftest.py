@@ -20,9 +20,42 @@ from blocktrain.train.config import RunConfig
 from blocktrain.train.schema import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+MOST_PROCESSES = 8  # each imports PyTorch and transformers
+# The files that take longest, the longest first: begun last, one of them would keep a single process busy at the end.
+LONG_FILES = [
+    "train/test_distributed.py",
+    "train/test_resume.py",
+    "golden/test_golden.py",
+    "train/test_prefix_runner.py",
+    "train/test_growth.py",
+    "cli/test_main.py",
+    "train/test_checkpoint.py",
+    "optim/test_block_optimizer.py",
+    "test_bugs.py",
+    "integrations/test_hf.py",
+    "plan/test_memory.py",
+    "train/test_auto_micro_batch.py",
+    "compare/test_compare.py",
+    "train/test_build_task.py",
+]
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = tuple[list[dict[str, Any]], dict[str, str]]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for each processor that this one may use; no other process for a single file or test."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if len(config.args) == 1 and ".py" in config.args[0]:
+        return 0
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others in their order."""
+    place = {REPOSITORY / "tests" / name: at for at, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")

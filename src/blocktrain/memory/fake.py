@@ -18,7 +18,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -121,7 +121,7 @@ class _InPlaceIsFree(EagerDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writes_into_its_first_argument(func: Any) -> bool:
     """Whether an operation does nothing else, and leaves shape, strides and storage of this argument as they are."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:

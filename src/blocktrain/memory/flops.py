@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,15 +75,13 @@ class FlopCounter(EagerDispatchMode):
         return result
 
 
-@lru_cache(maxsize=None)
+@cache
 def _can_be_decomposed(func: Any) -> bool:
     """Whether an operation on tensors is made of others. Such ones are seen in inference mode, where autograd has not
     taken them apart; questions about a tensor (whether it is contiguous) are not taken apart."""
     if not isinstance(func, torch._ops.OpOverload) or not any("Tensor" in str(r.type) for r in func._schema.returns):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def count_flops(fn: Callable[[], object]) -> int:

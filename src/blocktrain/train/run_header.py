@@ -1,7 +1,8 @@
 """What a run's first records say: what is trained, and what a step of it costs beside a step of full training.
 
 FLOPs and bytes are counted, not estimated: on a copy of the model without memory, with each block active in turn,
-and with everything active for comparison. The closed form stands beside the count.
+and with everything active for comparison. The closed form stands beside the count. Runs of one process that cost the
+same share their counts (`count_once.py`).
 """
 
 from __future__ import annotations
