@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -17,16 +15,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported,
 import torch
 
 from blocktrain.records.log import read_events
-from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
-from blocktrain.train.context import TrainingContext
 from blocktrain.train.schema import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+MOST_PROCESSES = 8  # each imports PyTorch and transformers
+# The files that take longest, the longest first: begun last, one of them would keep a single process busy at the end.
+LONG_FILES = [
+    "train/test_distributed.py",
+    "train/test_resume.py",
+    "golden/test_golden.py",
+    "train/test_prefix_runner.py",
+    "train/test_growth.py",
+    "cli/test_main.py",
+    "train/test_checkpoint.py",
+    "optim/test_block_optimizer.py",
+    "test_bugs.py",
+    "integrations/test_hf.py",
+    "plan/test_memory.py",
+    "train/test_auto_micro_batch.py",
+    "compare/test_compare.py",
+    "train/test_build_task.py",
+]
 
 MakeConfig = Callable[..., RunConfig]
 Outcome = tuple[list[dict[str, Any]], dict[str, str]]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for each processor that this one may use; no other process for a single file or test."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if len(config.args) == 1 and ".py" in config.args[0]:
+        return 0
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others in their order."""
+    place = {REPOSITORY / "tests" / name: at for at, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -41,47 +70,6 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLOPs and peaks of a configuration, which every run's opening counts on a copy without memory, are counted once
-    for all tests of a process: that takes a second, a tiny run's training less."""
-    for name in ("_costs", "_memory"):
-        monkeypatch.setattr(run_header, name, functools.partial(_remembered, getattr(run_header, name), name))
-
-
-_COUNTED: dict[str, Any] = {}
-# What neither FLOPs nor peaks depend on: tables, and keys of a table.
-_FREE = {
-    *(
-        "name",
-        "seed",
-        "schedule",
-        "learning_rate",
-        "evaluation",
-        "checkpoint",
-        "stop",
-        "log_every",
-        "prefix",
-        "sampling",
-    ),
-    *("distributed", "tracking", "on_nonfinite"),
-}
-_FREE_OF_OPTIMIZER = {"lr", "weight_decay", "decay", "state", "max_grad_norm"}
-
-
-def _remembered(count: Callable[[TrainingContext], Any], name: str, context: TrainingContext) -> Any:
-    costly = {table: value for table, value in context.config.to_mapping().items() if table not in _FREE}
-    optimizer = {key: value for key, value in costly.pop("optimizer").items() if key not in _FREE_OF_OPTIMIZER}
-    key = json.dumps(
-        [name, len(context.partition), context.micro_rows, context.config.schedule.span, optimizer, costly],
-        sort_keys=True,
-        default=str,
-    )
-    if key not in _COUNTED:
-        _COUNTED[key] = count(context)
-    return copy.deepcopy(_COUNTED[key])
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -61,24 +62,74 @@ def test_imports_run_downward(path: Path) -> None:
         assert LEVEL[other] < LEVEL[mine], f"{path.name} imports {name}, which is not below '{mine}' in the house plan"
 
 
-def test_no_import_cycles() -> None:
-    modules = {".".join(("blocktrain", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
-    graph = {
-        name: {other for other in imports(ast.parse(path.read_text())) if other in modules}
-        for name, path in modules.items()
-    }
+def cycle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Names that lead back to the first of them, which is the last again; empty where there are none."""
     done: set[str] = set()
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
-        if name not in done:
-            for other in graph[name]:
-                visit(other, (*trail, name))
-            done.add(name)
+    def visit(name: str, trail: tuple[str, ...]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        for other in () if name in done else sorted(graph.get(name, ())):
+            if found := visit(other, (*trail, name)):
+                return found
+        done.add(name)
+        return []
 
-    for name in graph:
-        if name != "blocktrain.__init__":  # it names everything, lazily
-            visit(name, ())
+    return next((found for name in graph if (found := visit(name, ()))), [])
+
+
+def imported_files() -> dict[str, set[str]]:
+    """For each file, by its module's full name, the files that it imports."""
+    modules = {".".join(("blocktrain", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    names = {module.removesuffix(".__init__"): module for module in modules}
+    graph = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        files = {
+            f"{node.module}.{alias.name}" for node in taken for alias in node.names
+        }  # from blocktrain.plan import fit
+        packages = {node.module for node in taken if not all(f"{node.module}.{a.name}" in names for a in node.names)}
+        plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        graph[module] = {names[other] for other in files | packages | plain if other in names}
+    graph["blocktrain.__init__"] = set()  # it names everything, lazily
+    return graph
+
+
+def imported_folders(files: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
+    """For each folder (or file that lies in none), those that its files import from; the version is anybody's."""
+    graph: dict[str, set[str]] = {}
+    for module, others in files.items():
+        mine = module.split(".")[1]
+        graph.setdefault(mine, set()).update({other.split(".")[1] for other in others} - {mine, "__init__"})
+    return graph
+
+
+def test_no_import_cycles() -> None:
+    assert cycle(imported_files()) == []
+
+
+def test_no_import_cycles_between_folders() -> None:
+    """No folder imports from one that imports from it, not even by way of others, whatever `LEVELS` says."""
+    graph = imported_folders(imported_files())
+    assert graph["train"] >= {"optim", "chain", "cache", "parallel"}
+    assert cycle(graph) == []
+
+
+def test_no_folder_imports_from_above() -> None:
+    upward = [
+        f"{mine} -> {other}"
+        for mine, others in imported_folders(imported_files()).items()
+        for other in sorted(others)
+        if LEVEL[other] >= LEVEL[mine]
+    ]
+    assert upward == []
+
+
+def test_a_cycle_would_be_found() -> None:
+    files = {"blocktrain.a.one": ["blocktrain.b.one"], "blocktrain.b.one": [], "blocktrain.b.two": ["blocktrain.a.two"]}
+    assert cycle(files) == []  # between files there is none
+    assert cycle(imported_folders(files)) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -185,6 +185,7 @@ TYPED = {
 }
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert told == list(TYPED)

@@ -103,6 +103,7 @@ class Crash(BaseException):
 def train_with_interruptions(name: str) -> None:
     """Stopped by a signal, which leaves a checkpoint; then by a crash, which leaves none; then to the end."""
     import blocktrain as bt
+    from blocktrain.records.run_records import Record, Step
 
     def stop(record: Record) -> None:
         if isinstance(record, Step) and record.step == SIGNALLED:

@@ -21,6 +21,7 @@ from transformers import (
 
 from blocktrain.chain.resnet import resnet
 from blocktrain.memory.fake import fake_copy
+from blocktrain.memory.tracker import MemoryTracker
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -143,3 +144,15 @@ def test_the_copy_takes_the_same_attention_path_as_the_model(monkeypatch: pytest
             fake.model(input_ids=tokens, attention_mask=mask, use_cache=False)
         assert len(seen) == 4
         assert seen[:2] == seen[2:]
+
+
+def test_operations_in_place_are_seen_and_leave_shapes_as_they_would_be():
+    """They are not run; those that change a shape are."""
+    fake = fake_copy(nn.Linear(2, 1))
+    weight = fake.model.get_parameter("weight").detach().clone()
+    with fake.running(), MemoryTracker() as tracker:
+        assert weight.mul_(2).add_(weight) is weight
+        weight.copy_(torch.ones(1, 2))
+        assert weight.squeeze_(0).shape == (2,)
+        assert torch.zeros(2).add_(1).tolist() == [1, 1]  # a real one
+    assert tracker.peak().bytes >= 8

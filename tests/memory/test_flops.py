@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from blocktrain.chain.discovery import find_chain
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError
 from blocktrain.memory.fake import fake_copy
-from blocktrain.memory.flops import StepCounter, count_flops, saved_bytes
+from blocktrain.memory.flops import UNCOUNTED, FlopCounter, StepCounter, count_flops, saved_bytes
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = TINY | {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -191,3 +192,22 @@ def test_a_trained_prefix_does_save():
     model, batch = LlamaForCausalLM(LlamaConfig(**LLAMA)), tokens()
     everything = {name for name, _ in model.named_parameters()}
     assert saved_until_and_after(model, batch, everything, 2)[0] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_by_operation_are_those_of_pytorchs_counter(name: str):
+    build, batch_of = MODELS[name]
+    model, batch = build(), batch_of()
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as theirs:
+        step(model, batch)
+    with FlopCounter() as ours:
+        step(model, batch)
+    assert ours.by_operation == theirs.get_flop_counts()["Global"]
+    assert ours.total() == theirs.get_total_flops() > 0
+
+
+def test_inference_mode_is_counted_too():
+    """There a linear layer is one operation, which is made of others."""
+    with torch.inference_mode():
+        assert count_flops(lambda: nn.Linear(4, 8)(torch.zeros(3, 4))) == 2 * 3 * 4 * 8
+        assert count_flops(lambda: torch.zeros(3, 4).is_contiguous()) == 0

@@ -208,33 +208,52 @@ OF_FOUR = ["gpt2, pipeline", "gpt2, fsdp"]  # six layers are too few for more
 ALIKE = ["gpt2, cached", "llama, uncached", "grown by copies"]  # with two micro-batches in one process
 
 
-@pytest.fixture(scope="module")
-def runs(mapping, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Every variant with 1, 2 and 4 processes."""
-    folders = {size: tmp_path_factory.mktemp(f"ranks-{size}") for size in (1, 2, 4)}
-    for size, folder in folders.items():
+class Runs(dict[int, Path]):
+    """The folder of every variant's run by the number of processes; those of a number are trained when first needed."""
+
+    def __init__(self, mapping: Callable[..., Mapping], folder: Path):
+        super().__init__()
+        self.mapping, self.folder = mapping, folder
+
+    def __missing__(self, size: int) -> Path:
+        folder = self.folder / f"ranks-{size}"
+        folder.mkdir()
         layouts = {name: variant for name, variant in LAYOUTS.items() if size < 4 or name in OF_FOUR}
-        wanted = [(str(folder / name), mapping(model, *more)) for name, (model, more) in (VARIANTS | layouts).items()]
+        wanted = [
+            (str(folder / name), self.mapping(model, *more)) for name, (model, more) in (VARIANTS | layouts).items()
+        ]
         if size == 1:
-            halved = [(name, VARIANTS[name]) for name in ALIKE]
-            wanted += [
-                (str(folder / f"{n}, halved"), mapping(m, *more, "batch.micro_rows=2")) for n, (m, more) in halved
-            ]
+            for name in ALIKE:
+                model, more = VARIANTS[name]
+                wanted.append((str(folder / f"{name}, halved"), self.mapping(model, *more, "batch.micro_rows=2")))
         run_distributed(train_all, size, wanted)
-    return folders
+        self[size] = folder
+        return folder
 
 
+@pytest.fixture(scope="module")
+def runs(mapping, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Every variant with 1, 2 and 4 processes."""
+    return Runs(mapping, tmp_path_factory.mktemp("ranks"))
+
+
+TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]  # four take half of the time of all on two cores
+
+
+@pytest.mark.parametrize("size", TWO_AND_FOUR)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_same_losses_with_1_2_and_4_processes(runs: dict[int, Path], name: str) -> None:
+def test_the_same_losses_with_1_2_and_4_processes(runs: dict[int, Path], name: str, size: int) -> None:
     one = runs[1] / name
     assert len(curve(one)) >= 12
-    for size in (2, 4):
-        assert evaluations(one)[0] == evaluations(runs[size] / name)[0]  # a sum without rounding
-        assert close(curve(one), curve(runs[size] / name))
-        assert close(evaluations(one), evaluations(runs[size] / name))
+    assert evaluations(one)[0] == evaluations(runs[size] / name)[0]  # a sum without rounding
+    assert close(curve(one), curve(runs[size] / name))
+    assert close(evaluations(one), evaluations(runs[size] / name))
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in LAYOUTS), *((name, 4) for name in OF_FOUR)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 2) for name in LAYOUTS), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in OF_FOUR)],
+)
 def test_other_layouts_have_the_same_losses(runs: dict[int, Path], name: str, size: int) -> None:
     one, other = runs[1] / name, runs[size] / name
     tolerance = HALVED if HALVES[0] in LAYOUTS[name][1] else TOLERANCE
@@ -253,7 +272,7 @@ def test_two_processes_are_two_micro_batches_bit_for_bit(runs: dict[int, Path], 
     assert learned(alone) == learned(together)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", TWO_AND_FOUR)
 def test_the_cache_changes_nothing_and_each_row_is_computed_by_one_rank(runs: dict[int, Path], size: int) -> None:
     """Each rank finds in its own cache what it asks for, in the second pass and in the next visit."""
     for name in ("gpt2, cached", "gpt2, in a file, ahead"):
@@ -307,12 +326,13 @@ def test_shards_give_their_cache_up_together(runs: dict[int, Path], mapping, tmp
     assert [event["place"] for event in events_of(tmp_path / "run", "cache")] == ["file", None]
 
 
-def test_one_process_writes_for_all(runs: dict[int, Path]) -> None:
-    one, four = runs[1] / "gpt2, uncached", runs[4] / "gpt2, uncached"
-    assert {path.name for path in one.iterdir()} == {path.name for path in four.iterdir()}
-    kinds = [[event["kind"] for event in read_events(run / "events.jsonl")] for run in (one, four)]
+@pytest.mark.parametrize("size", TWO_AND_FOUR)
+def test_one_process_writes_for_all(runs: dict[int, Path], size: int) -> None:
+    one, several = runs[1] / "gpt2, uncached", runs[size] / "gpt2, uncached"
+    assert {path.name for path in one.iterdir()} == {path.name for path in several.iterdir()}
+    kinds = [[event["kind"] for event in read_events(run / "events.jsonl")] for run in (one, several)]
     assert kinds[0] == kinds[1]
-    assert json.loads((four / "run.json").read_text())["sessions"][0]["processes"] == 4
+    assert json.loads((several / "run.json").read_text())["sessions"][0]["processes"] == size
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import PartitionError
 from blocktrain.memory.fake import fake_copy
-from blocktrain.memory.flops import flop_counter
+from blocktrain.memory.flops import FlopCounter
 
 aten = torch.ops.aten
 
@@ -144,20 +143,20 @@ def _forward_counts(chain: Chain, batch: Mapping[str, Any]) -> tuple[list[Counte
     needed = [0] * len(accounts)
     current, booked = 0, Counter()
 
-    def enter(index: int, counter: FlopCounterMode, *_call: object) -> None:
+    def enter(index: int, counter: FlopCounter, *_call: object) -> None:
         nonlocal current, booked
-        total = Counter(counter.get_flop_counts().get("Global", {}))
+        total = counter.by_operation.copy()
         accounts[current] += total - booked
         current, booked = index, total
 
     def save(tensor: Tensor) -> Tensor:
-        needed[current] = accounts[current].total() + counter.get_total_flops() - booked.total()
+        needed[current] = accounts[current].total() + counter.total() - booked.total()
         return tensor
 
     for parameter in fake.model.parameters():  # PyTorch chooses some operations by whether gradients are required
         parameter.requires_grad_(parameter.is_floating_point())
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-    with fake.running(), torch.enable_grad(), hooks, flop_counter() as counter:
+    with fake.running(), torch.enable_grad(), hooks, FlopCounter() as counter:
         for index, layer in enumerate(chain.layers):
             for path in layer.modules:
                 for module in fake.model.get_submodule(path).modules():

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from blocktrain.compare.external_module import ExternalModule
-from blocktrain.memory.flops import flop_counter
+from blocktrain.memory.flops import FlopCounter
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.runtime import seed_everything
 from blocktrain.train.context import TrainingContext
@@ -48,9 +48,9 @@ def measure_costs(context: TrainingContext, module: ExternalModule, *, visits: i
             kept = max(kept, module.method.state_bytes())
         peak = tracker.peak()
     for step in range(steps, 2 * steps):
-        with flop_counter() as counter:
+        with FlopCounter() as counter:
             _pass(context, module, step)
-        flops += counter.get_total_flops()
+        flops += counter.total()
         _update(context, module, step)
     return MethodCosts(flops=flops // steps, peak=peak, gradient_bytes=gradients, optimizer_bytes=kept)
 

@@ -18,6 +18,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,7 @@ class FakeCopy:
         experts = any(parameter.dim() == 3 for parameter in self.model.parameters())  # a layer's experts are stacked
         with (  # a model may also draw real random numbers (OPT does, for its layer dropout)
             torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=kind),
+            _InPlaceIsFree(),
             _GroupedMatmulInBf16() if experts else contextlib.nullcontext(),
         ):
             yield
@@ -103,6 +105,30 @@ def _make_experts_shape_static(model: nn.Module) -> None:
     if getattr(config, "_experts_implementation", None) == "eager" and hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError):  # a model without experts refuses the setting
             cast(Any, model).set_experts_implementation("grouped_mm")
+
+
+class _InPlaceIsFree(EagerDispatchMode):
+    """An operation that writes into a tensor without memory changes nothing, so it is not run at all.
+
+    PyTorch takes a tenth of a millisecond for each operation on such tensors, and most operations of an optimizer's
+    step are in place. Modes that are entered later (counters, trackers) still see the operation.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _writes_into_its_first_argument(func) and isinstance(args[0], FakeTensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _writes_into_its_first_argument(func: Any) -> bool:
+    """Whether an operation does nothing else, and leaves shape, strides and storage of this argument as they are."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    name, returns = func._schema.name, func._schema.returns
+    in_place = name.startswith("aten::") and name.endswith("_") and len(returns) == 1
+    return in_place and written[0] and sum(written) == 1
 
 
 class _GroupedMatmulInBf16(EagerDispatchMode):

@@ -6,8 +6,10 @@ and the convention are those of `torch.utils.flop_counter`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.memory.fake import fake_copy
+from blocktrain.modules.dispatch import EagerDispatchMode
 from blocktrain.modules.recompute import Recomputed, measuring_recomputed
 from blocktrain.modules.wrap import wrappers_of
 
@@ -44,16 +47,49 @@ UNCOUNTED = {
 }
 
 
-def flop_counter() -> FlopCounterMode:
-    """A silent `FlopCounterMode` that also counts the operations of `UNCOUNTED`."""
-    return FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+class FlopCounter(EagerDispatchMode):
+    """Counts the FLOPs of everything that runs inside, by operation, with the formulas of `FlopCounterMode`.
+
+    `FlopCounterMode` itself also books FLOPs by module, for which it hooks every module and asks every operation
+    whether it can be decomposed. On tensors without memory that takes as long as the step that is counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operation: Counter[Any] = Counter()
+        self._formulas = FlopCounterMode(display=False, custom_mapping=UNCOUNTED).flop_registry
+
+    def total(self) -> int:
+        """FLOPs of all operations so far."""
+        return self.by_operation.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = getattr(func, "overloadpacket", None)
+        formula = self._formulas.get(operation)
+        if formula is None and _can_be_decomposed(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.by_operation[operation] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+@cache
+def _can_be_decomposed(func: Any) -> bool:
+    """Whether an operation on tensors is made of others. Such ones are seen in inference mode, where autograd has not
+    taken them apart; questions about a tensor (whether it is contiguous) are not taken apart."""
+    if not isinstance(func, torch._ops.OpOverload) or not any("Tensor" in str(r.type) for r in func._schema.returns):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def count_flops(fn: Callable[[], object]) -> int:
-    """FLOPs of everything that `fn` runs, including backward passes and recomputation."""
-    with flop_counter() as counter:
+    """FLOPs of everything `fn` runs, backward passes and recomputation included."""
+    with FlopCounter() as counter:
         fn()
-    return counter.get_total_flops()
+    return counter.total()
 
 
 def output_loss(output: Any) -> Tensor:

@@ -80,7 +80,7 @@ class MemoryTracker(EagerDispatchMode):
         self._live: dict[int, _Allocation] = {}  # by the address of the storage
         self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._clock = 0
-        self._operation = ""
+        self._operation: Any = ""  # the last one, and the one that made the peak: their names are long to write
         self.reset_peak()
 
     def reset_peak(self) -> None:
@@ -108,12 +108,14 @@ class MemoryTracker(EagerDispatchMode):
             parts[allocation.part] = parts.get(allocation.part, 0) + allocation.bytes
         host = parts.pop(HOST, 0)
         largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
-        return Peak(parts=largest_first, host_bytes=host, operation=self._peak_operation)
+        return Peak(parts=largest_first, host_bytes=host, operation=str(self._peak_operation))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._operation = str(func)
-        for leaf in tree_leaves(result):
+        self._operation = func
+        if isinstance(result, bool | int | torch.device | None):  # the answer to a question about a tensor
+            return result
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 is_logits = leaf.dim() > 0 and leaf.shape[-1] == self.logits_width
                 self._see(leaf, LOGITS if is_logits else ACTIVATIONS)

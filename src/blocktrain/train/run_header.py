@@ -1,7 +1,8 @@
 """What a run's first records say: what is trained, and what a step of it costs beside a step of full training.
 
 FLOPs and bytes are counted, not estimated: on a copy of the model without memory, with each block active in turn,
-and with everything active for comparison. The closed form stands beside the count.
+and with everything active for comparison. The closed form stands beside the count. Runs of one process that cost the
+same share their counts (`count_once.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from blocktrain.records.run_records import BlockSummary, MemoryPeaks, RunHeader,
 from blocktrain.runtime import pick_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.count_once import count_once
 from blocktrain.train.interpolate_blocks import ends, filled, interpolate
 from blocktrain.train.memory_profile import predicted_peaks
 from blocktrain.train.opening import Opening
@@ -43,8 +45,8 @@ def count_opening(context: TrainingContext, header: RunHeader, micro_rows: int |
         context = replace(context, micro_rows=micro_rows)
     return Opening(
         header=header,
-        costs=decode(StepCosts, {**_costs(context), **_growing(context)}),
-        memory=decode(MemoryPeaks, _memory(context)),
+        costs=decode(StepCosts, {**count_once(_costs, context), **_growing(context)}),
+        memory=decode(MemoryPeaks, count_once(_memory, context)),
         micro_batch=chosen,
     )
 
