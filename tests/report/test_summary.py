@@ -166,7 +166,7 @@ def test_a_peak_that_was_measured_on_a_gpu_is_compared_and_a_resident_set_is_not
     """Of several runs in one process the resident set never falls, whatever the later ones take."""
     cpu = summary(by_hand)
     gpu = {**cpu, "device": "cuda"}
-    resident, measured = "resident set of the process, PyTorch included", "peak memory, measured"
+    resident, measured = "resident set, PyTorch included", "peak memory, measured"
     for chosen, expected in (([cpu], {resident}), ([gpu], {measured}), ([gpu, gpu], {measured}), ([cpu, cpu], set())):
         assert {row.label for row in rows(chosen)} & {resident, measured} == expected
 

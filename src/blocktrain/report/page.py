@@ -14,14 +14,15 @@ from html import escape
 from importlib import resources
 
 from blocktrain.report import cache_section, comparison, figures, memory_section, samples
-from blocktrain.report.format import ABSENT, decimal, percent, plural
+from blocktrain.report.format import ABSENT, decimal, plural
+from blocktrain.report.in_words import in_words
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.palette import style
 from blocktrain.report.records import Evaluation
 from blocktrain.report.run import RunRecord
 from blocktrain.report.series import evenly
 from blocktrain.report.summary import Summary, columns, rows, summaries_of
-from blocktrain.units import format_bytes, format_count, format_seconds
+from blocktrain.units import format_count, format_seconds
 
 MOST_ROWS = 200  # evaluations in the table
 WRITTEN_FROM = "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n"
@@ -34,17 +35,18 @@ def page(runs: Sequence[RunRecord]) -> str:
     named = list(zip(runs, names if runs[1:] else [""], strict=True))  # alone, a run needs no name in its headings
     if len(runs) == 1:
         run = runs[0]
-        title, meta, sentence = run.header.name, _meta(run), in_words(run, summaries[0])
+        title, meta, sentences = run.header.name, _meta(run), in_words(run, summaries[0])
         body = _single(run)
     else:
         comparison.comparable(runs)
         title, meta = " · ".join(names), plural(len(runs), "run") + " compared"
         if len(runs) > 3:
             title, meta = meta, title
-        sentence, body = _comparison_words(runs, names), comparison.figures(runs, names)
+        sentences, body = [_comparison_words(runs, names)], comparison.figures(runs, names)
     told = zip(named, summaries, strict=True)
     notices = [text for (run, name), item in told for text in _notices(run, item, name)]
-    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(sentence)}</p>\n'
+    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n'
+    header += "".join(f'<p class="lede">{escape(text)}</p>\n' for text in sentences)
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     tables = _figures_table(summaries) + "".join(
         part(run, name)
@@ -55,34 +57,6 @@ def page(runs: Sequence[RunRecord]) -> str:
     return document(
         title, header, body + tables, footer + WRITTEN_FROM, max(len(runs), *(len(run.header.blocks) for run in runs))
     )
-
-
-def in_words(run: RunRecord, item: Summary) -> str:
-    """The run in one sentence."""
-    size = f"{format_count(item['parameters'])} parameters"
-    unit = item["unit"]
-    done = f"{plural(item['visits'], 'visit')}, {plural(item['steps'], 'step')}"
-    said = [f"{item['model']}, {size} in {plural(item['blocks'], 'block')}", done]
-    if run.is_full:
-        said = [f"{item['model']}, {size} trained in full", plural(item["steps"], "step")]
-    said[-1] += f", {format_count(item['tokens'])} {unit} in {format_seconds(item['seconds'])}"
-    if item["validation_loss_per_byte"] is not None:
-        said.append(f"validation loss {decimal(item['validation_loss_per_byte'])} nats per byte")
-    elif item["validation_loss"] is not None:
-        said.append(f"validation loss {decimal(item['validation_loss'])} nats per {unit.removesuffix('s')}")
-    if item["accuracy"] is not None:
-        said[-1 if item["validation_loss"] is not None else 0] += f", accuracy {percent(item['accuracy'])}"
-    if item["exact_match"] is not None:
-        said[-1] += f", exact match {percent(item['exact_match'])}"
-    if item["flops_ratio"] is not None and not run.is_full:
-        beside = [f"{decimal(item['flops_ratio_uncached'])} without the prefix cache"] if run.cache_uses else []
-        beside += [f"formula {decimal(item['flops_ratio_theory'])}"] if item["flops_ratio_theory"] is not None else []
-        more = f" ({', '.join(beside)})" if beside else ""
-        said.append(f"a step cost {decimal(item['flops_ratio'])} of a full step's FLOPs{more}")
-    if item["optimizer_bytes_full"]:
-        instead = "" if run.is_full else f" instead of {format_bytes(item['optimizer_bytes_full'])}"
-        said.append(f"optimizer state {format_bytes(item['optimizer_bytes'])}{instead}")
-    return "; ".join(said) + "."
 
 
 def _comparison_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:

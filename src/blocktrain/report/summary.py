@@ -221,7 +221,7 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
     if all(item["device"] == "cuda" for item in summaries):
         add("peak memory, measured", _of("peak_memory_bytes"), format_bytes)
     elif len(summaries) == 1:  # never falls, so of several runs in one process it says nothing
-        add("resident set of the process, PyTorch included", _of("peak_memory_bytes"), format_bytes)
+        add("resident set, PyTorch included", _of("peak_memory_bytes"), format_bytes)
     add(f"{unit} seen", _of("tokens"), format_count)
     add("steps", _of("steps"), lambda value: f"{value:,}")
     add("visits", lambda item: item["visits"] if item["method"] != "full" else None, str)
