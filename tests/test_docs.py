@@ -256,9 +256,8 @@ def cell(row: str, column: str) -> Callable[[str], float]:
     """The first number of a cell of the first table of a README that has such a row."""
 
     def value(text: str) -> float:
-        lines = [
-            [part.strip() for part in line.strip("| \n").split(" | ")] for line in text.splitlines() if "|" in line
-        ]
+        table = [line.strip() for line in text.splitlines() if line.startswith("|")]
+        lines = [[part.strip() for part in line[1:-1].split("|")] for line in table]
         at = next(number for number, line in enumerate(lines) if line[0] == row)
         head = next(line for line in reversed(lines[:at]) if column in line)
         return float(re.findall(r"[\d.]+", lines[at][head.index(column)])[0])
