@@ -1,4 +1,5 @@
-"""What the pages say works: their Python runs, their configurations load, their commands exist, their links hold."""
+"""What the pages say is true: their Python runs, their configurations load, their commands exist, their links lead to
+files, and the figures of README are those of the result files."""
 
 from __future__ import annotations
 
@@ -72,9 +73,8 @@ def for_a_trainer() -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_the_python_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, given what every page may take for granted: a `model` and its `batches(visit)`, a `block` of
-    its `partition` and the `optimizer`, a trainer's `args` and `rows`. Code for a package that is not installed is left
-    out."""
+    """The code blocks run in order. Every page may use a `model` and its `batches(visit)`, a `block` of its `partition`
+    and the `optimizer`, and a trainer's `args` and `rows`. Code for a package that is not installed is skipped."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"bt": bt, "torch": torch, "batches": batches, **a_loops_names(), **for_a_trainer()}
     for code in fenced(page, "python"):
@@ -93,7 +93,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", with_blocks("toml"))
 def test_the_configurations_on_a_page_load(page: Path) -> None:
-    """Each as a change of the quickstart's: unknown keys and wrong values are errors."""
+    """Each is merged into the quickstart's; unknown keys and wrong values are errors."""
     quickstart = tomllib.loads((ROOT / "examples" / "quickstart.toml").read_text())
     for text in fenced(page, "toml"):
         given, base = tomllib.loads(text), dict(quickstart)
@@ -149,7 +149,7 @@ SHORT = [
 
 
 def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one folder, as a reader types them; runs are shortened."""
+    """The commands run in order, in one folder, as a reader types them; runs are shortened."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     short = [word for key in SHORT for word in ("--set", key)]
@@ -167,7 +167,8 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set", key))]
 
-# What the README says -> what is typed; in the order of its table, in one folder. `--push` is for tests/integrations.
+# A row of README's table of commands -> the arguments that are run, in that order and in one folder. `--push` is tested
+# in tests/integrations.
 TYPED = {
     "blocktrain train CONFIG [--set a.b=c ...] [--out DIR]": ["train", *QUICK, "--out", "run"],
     "blocktrain resume DIR": ["resume", "run", "--set", "precision=bf16-exact"],
@@ -189,8 +190,8 @@ TYPED = {
 
 
 def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert told == list(TYPED)
+    listed = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert listed == list(TYPED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -414,7 +415,7 @@ def test_the_readme_is_short_and_lists_every_package() -> None:
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
-    """What stands in its first column is in the source of the package, word for word."""
+    """Every entry of its first column is in the source of the package, word for word."""
     source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     source = re.sub(r'"\n\s*f?"', "", source)  # a message over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## What does not go together")[0]
@@ -432,6 +433,6 @@ def test_links_lead_to_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_a_page_is_in_the_sites_menu(page: Path) -> None:
-    """A page that is in no menu is a page that nobody finds; `mkdocs build --strict` says so too, but later."""
+    """Nobody finds a page that is in no menu. `mkdocs build --strict` reports it too, but later."""
     menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     assert f": {page.relative_to(ROOT / 'docs')}\n" in f"{menu}\n"

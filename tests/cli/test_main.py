@@ -58,8 +58,8 @@ def test_train_prints_the_table_and_the_report(config_file: Path, tmp_path: Path
     assert "counted" in out
     assert f"report  {tmp_path / 'run' / 'report.html'}\n" in out
     last = " ".join(out.partition("\nreport ")[2].split())
-    for said in ("Saved against full training: a step's memory at its largest is", "The cost: each weight was updated in"):
-        assert said in last
+    assert "Saved against full training: a step's memory at its largest is" in last
+    assert "The cost: each weight was updated in" in last
     assert last.endswith("`blocktrain compare` measures it on your model and data, and the time.")
     assert "<html" in (tmp_path / "run" / "report.html").read_text()[:200]
 
