@@ -1,4 +1,4 @@
-"""A llama2.c checkpoint (Karpathy's stories260K, stories15M, ...) as a Hugging Face folder with its tokenizer.
+"""Convert a llama2.c checkpoint (Karpathy's stories260K, stories15M, ...) to a Hugging Face folder with its tokenizer.
 
     python examples/convert_llama2c.py stories260K.bin tok512.bin stories260K
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer in blocks: a tiny Llama, interrupted and resumed. Seconds on one core, no download.
+"""The Hugging Face Trainer in blocks: a tiny Llama, interrupted and resumed. It takes seconds and downloads nothing.
 
 pip install "blocktrain[hf]" && python examples/hf_trainer.py
 """
@@ -13,13 +13,13 @@ from blocktrain.integrations.hf import Blocks, BlockTrainer
 
 
 def rows(count: int, *, tokens: int = 24, vocabulary: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Rows that count upwards from a random start: what comes next can be learned."""
+    """Rows that count upwards from a random start, so that the next token can be learned."""
     counted = (torch.randint(vocabulary, (count, 1)) + torch.arange(tokens)) % vocabulary
     return [{"input_ids": row, "labels": row} for row in counted]
 
 
 def trainer(folder: str, *, max_steps: int) -> BlockTrainer:
-    """As with `Trainer`: the one new argument is `blocks`."""
+    """The call is that of `Trainer` with one new argument, `blocks`."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
@@ -48,11 +48,11 @@ def trainer(folder: str, *, max_steps: int) -> BlockTrainer:
 
 
 def main() -> float:
-    """Stop in the middle of the second visit, go on to the end of the fifth; returns the validation loss."""
+    """Stop in the middle of the second visit, resume, train to the end of the fifth; returns the validation loss."""
     with tempfile.TemporaryDirectory() as folder:
         trainer(folder, max_steps=30).train()
         resumed = trainer(folder, max_steps=100)
-        resumed.train(resume_from_checkpoint=True)  # block, step, moments, masters: as if never stopped
+        resumed.train(resume_from_checkpoint=True)  # block, step, moments, masters as if never stopped
         return resumed.evaluate()["eval_loss"]
 
 

@@ -1,4 +1,4 @@
-"""Lightning in blocks: a tiny Llama in a LightningModule. Seconds on one core, no download.
+"""Lightning in blocks: a tiny Llama in a LightningModule. It takes seconds on one core and downloads nothing.
 
 pip install "blocktrain[lightning]" && python examples/lightning_loop.py
 """
@@ -23,7 +23,7 @@ class InBlocks(lightning.LightningModule):
         self.visiting: VisitingOptimizer | None = None
 
     def configure_optimizers(self):
-        """One optimizer that goes from block to block by itself; any scheduler of torch's sets its rate."""
+        """One optimizer that moves from block to block by itself; any of torch's schedulers can set its rate."""
         partition = bt.partition(self.model, num_blocks=3)
         blocks = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=1e-2, state=bt.KeepOnHost())
         self.visiting = VisitingOptimizer(blocks, bt.Cyclic(visit=bt.Duration.steps(20)))
@@ -39,12 +39,12 @@ class InBlocks(lightning.LightningModule):
         return self.model(input_ids=batch, labels=batch).loss
 
     def validation_step(self, batch, batch_idx) -> None:
-        """The loss of validation rows, for the logger and the checkpoints."""
+        """Log the loss of validation rows, for the logger and the checkpoints."""
         self.log("validation_loss", self.model(input_ids=batch, labels=batch).loss)
 
 
 def rows(count: int, *, tokens: int = 24, vocabulary: int = 64) -> torch.Tensor:
-    """Rows that count upwards from a random start: what comes next can be learned."""
+    """Rows that count upwards from a random start, so that the next token can be learned."""
     return (torch.randint(vocabulary, (count, 1)) + torch.arange(tokens)) % vocabulary
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own: a tiny Llama, one block at a time. Seconds on one core, nothing to download.
+"""Your own training loop: a tiny Llama, one block at a time. It takes seconds on one core and downloads nothing.
 
 python examples/plain_loop.py
 """
@@ -10,7 +10,7 @@ import blocktrain as bt
 
 
 def batches(count: int, *, rows: int = 16, tokens: int = 24, vocabulary: int = 64):
-    """Rows that count upwards from a random start: what comes next can be learned."""
+    """Rows that count upwards from a random start, so that the next token can be learned."""
     for _ in range(count):
         start = torch.randint(vocabulary, (rows, 1))
         row = (start + torch.arange(tokens)) % vocabulary
@@ -28,7 +28,7 @@ def main() -> float:
     schedule = bt.Cyclic(sweeps=2, visit=bt.Duration.steps(20))
     loss = torch.tensor(float("nan"))
     for visit in schedule.visits(partition):
-        with optimizer.visit(visit.block):  # gradients, master and moments of this block alone
+        with optimizer.visit(visit.block):  # gradients, master and moments exist for this block only
             for batch in batches(20):
                 loss = model(**batch).loss
                 loss.backward()

@@ -35,7 +35,7 @@ PUBLIC = public()
 
 
 def own_members(item: Any) -> dict[str, Any]:
-    """Functions and properties that a class defines itself, without underscore."""
+    """The public functions and properties that a class defines itself."""
     if not inspect.isclass(item):
         return {}
     kinds = (classmethod, staticmethod, property)
@@ -44,7 +44,7 @@ def own_members(item: Any) -> dict[str, Any]:
 
 
 def parameters(item: Any) -> list[str]:
-    """What a call takes by name; a table of the configuration documents itself, in its own class."""
+    """The parameters that a call takes by name, except tables of the configuration, whose own classes document them."""
     if not callable(item) or item is bt.BlocktrainError:
         return []
     tables: set[str] = set()

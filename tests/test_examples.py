@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, learn something, and stay short enough to be read."""
+"""The scripts in examples/ run, learn something, and are short enough to read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_hf_trainer() -> None:
     assert load("hf_trainer.py")["main"]() < 0.5
 
 
-# Lightning asks torch's and its own registries in ways that are about to go.
+# Lightning uses torch's and its own registries in ways that are deprecated.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-# It advises on workers, logging and layers in eval mode (which frozen ones are).
+# It warns about workers, logging and layers in eval mode (which frozen layers are).
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 def test_lightning_loop() -> None:
     pytest.importorskip("lightning")

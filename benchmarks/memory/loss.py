@@ -46,6 +46,7 @@ def train(steps: int, overrides: list[str], folder: Path) -> dict[str, Any]:
         "model.config.n_embd=128",
         "model.config.n_head=4",
         "batch.rows=8",
+        "optimizer.lr=1e-3",
         f"stop.duration={steps} steps",
         "schedule.visit=50 steps",
         "schedule.sweeps=100",

@@ -106,6 +106,7 @@ def llama_2(precision: str, target_gib: float, **others: Any) -> Configuration:
 
 
 CONFIGURATIONS = (
+    llama_2("bf16-exact", 100.41, cut={"num_blocks": 1}),  # full training: 16 bytes a parameter
     llama_2("bf16-exact", 15.5, cut={"num_blocks": 34}),
     llama_2("bf16-exact", 15.5),
     llama_2("bf16-exact", 14.6, moments="8bit", options={}),

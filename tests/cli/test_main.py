@@ -56,7 +56,11 @@ def test_train_prints_the_table_and_the_report(config_file: Path, tmp_path: Path
     assert "block 0  embedding" in out
     assert "validation loss, nats per byte" in out
     assert "counted" in out
-    assert out.strip().endswith(f"report  {tmp_path / 'run' / 'report.html'}")
+    assert f"report  {tmp_path / 'run' / 'report.html'}\n" in out
+    last = " ".join(out.partition("\nreport ")[2].split())
+    assert "Saved against full training: a step's memory at its largest is" in last
+    assert "The cost: each weight was updated in" in last
+    assert last.endswith("`blocktrain compare` measures it on your model and data, and the time.")
     assert "<html" in (tmp_path / "run" / "report.html").read_text()[:200]
 
 

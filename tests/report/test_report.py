@@ -64,14 +64,12 @@ def report(tmp_path: Path, *folders: Path) -> tuple[str, Page]:
     return text, Page(text)
 
 
-def test_one_run_in_one_sentence(tmp_path: Path, make_run: MakeRun):
+def test_one_run_in_sentences(tmp_path: Path, make_run: MakeRun):
     _, page = report(tmp_path, make_run())
-    assert "GPT-2 with 1.3M parameters, trained in 3 blocks: 9 visits, 900 steps and 3.69M tokens in" in page.text
-    # 2 F (1 + 2/3 + 1/3) of 3 F is 0.667; the log counts 0.7 % more; 500,000 parameters at 8 bytes of moments.
-    assert (
-        "A step cost 0.671 of a full step's FLOPs (0.667 by the formula), and the optimizer state took 3.8 MiB instead "
-        "of 9.9 MiB." in page.text
-    )
+    assert "GPT-2, all 1.3M parameters trained in 3 blocks; 9 visits, 900 steps, 3.69M tokens in" in page.text
+    # 2 F (1 + 2/3 + 1/3) of 3 F is 0.667; the log counts 0.7 % more; 500,000 parameters at 16 bytes.
+    assert "on average a step computes 0.671 of a full step's FLOPs (formula 0.667)" in page.text
+    assert "gradients, master and optimizer state take 7.6 MiB instead of 19.8 MiB" in page.text
     for title in ("Loss by training tokens", "Loss by wall time", "Memory of a step", "FLOPs of a step", "In figures"):
         assert title in page.text
     assert "visit 4, sweep 1, block 1: from 1.64M to 2.05M tokens" in page.text

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from blocktrain.report.in_words import in_words
 from blocktrain.report.multiplier import MeasuredMultiplier, loss_of, multipliers, multipliers_text
 from blocktrain.report.report import write_report
 from blocktrain.report.run import RunRecord
@@ -19,7 +20,8 @@ from blocktrain.report.summary_table import table
 
 
 def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
-    """Write the report of some runs to `page` and print their table, or the same figures as JSON."""
+    """Write the report of some runs to `page` and print their table, or the same figures as JSON. Below the
+    table of a single run, print it in sentences."""
     write_report(folders, page)
     runs = [RunRecord.load(folder) for folder in folders]
     if as_json:
@@ -34,6 +36,9 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
         text = multipliers_text(compared, runs[0].header.unit, loss_of(runs)[0])
         console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"\nreport  {page}", markup=False, highlight=False, soft_wrap=True)
+    if len(runs) == 1:
+        for sentence in in_words(runs[0], summaries[0]):
+            console.print(f"\n{sentence}", markup=False, highlight=False)
 
 
 def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:

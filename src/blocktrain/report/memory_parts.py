@@ -26,18 +26,24 @@ def memory_bars(memories: Sequence[tuple[str, Bytes]], *, css: str = "", strong:
         Bar(
             label=label,
             pieces=[
-                (memory.get(part, 0), _colour(part), f"{part}: {format_bytes(memory.get(part, 0))}") for part in parts
+                (memory.get(part, 0), part_colour(part), f"{part}: {format_bytes(memory.get(part, 0))}")
+                for part in parts
             ],
             text=format_bytes(sum(memory.values())),
             strong=label == strong,
         )
         for label, memory in memories
     ]
-    key = "".join(f'<li><i class="swatch {_colour(part)}"></i>{escape(part)}</li>' for part in parts)
     chart = stacked_bars(bars, limit, label="memory of a step by part", row_height=26 if len(bars) <= 16 else 16)
-    return f'<ul class="key">{key}</ul><div class="bars {css}">{chart}</div>'
+    return f'{parts_key(parts)}<div class="bars {css}">{chart}</div>'
 
 
-def _colour(part: str) -> str:
+def parts_key(parts: Sequence[str]) -> str:
+    """The colours of `parts` and their names, as a list."""
+    items = "".join(f'<li><i class="swatch {part_colour(part)}"></i>{escape(part)}</li>' for part in parts)
+    return f'<ul class="key">{items}</ul>'
+
+
+def part_colour(part: str) -> str:
     """The class that carries the part's colour; parts without a colour of their own share the last one."""
     return f"p{PART_ORDER.index(part) if part in PART_ORDER else len(PART_ORDER)}"

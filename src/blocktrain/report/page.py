@@ -15,14 +15,14 @@ from importlib import resources
 
 from blocktrain.report import comparison
 from blocktrain.report.figure import table
-from blocktrain.report.format import decimal, percent, plural
+from blocktrain.report.format import plural
+from blocktrain.report.in_words import in_words
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.palette import style
 from blocktrain.report.run import RunRecord
 from blocktrain.report.sections.registry import SECTIONS
 from blocktrain.report.summary import Summary, summaries_of
 from blocktrain.report.summary_table import columns, rows
-from blocktrain.units import format_bytes, format_count, format_seconds
 
 WRITTEN_FROM = "<p>Written by blocktrain from the run's events.jsonl. Losses are in nats.</p>\n"
 STATES = {"drop": "moments dropped", "host": "moments kept on the host", "disk": "moments kept on disk"}
@@ -34,61 +34,25 @@ def page(runs: Sequence[RunRecord]) -> str:
     names = [item.name for item in summaries] if runs[1:] else [""]  # alone, a run needs no name in its headings
     if len(runs) == 1:
         title, meta = runs[0].header.name, _meta(runs[0])
-        lede = run_in_words(runs[0], summaries[0])
+        sentences = in_words(runs[0], summaries[0])
         body = "".join(section.markup(runs[0]) for section in SECTIONS if not section.in_comparison)
     else:
         comparison.require_comparable(runs)
         title, meta = " · ".join(names), plural(len(runs), "run") + " compared"
         if len(runs) > 3:
             title, meta = meta, title
-        lede, body = _comparison_in_words(runs, names), comparison.figures(runs, names)
+        sentences, body = (_comparison_in_words(runs, names),), comparison.figures(runs, names)
     notices = [
         text for run, item, name in zip(runs, summaries, names, strict=True) for text in _notices(run, item, name)
     ]
-    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n<p class="lede">{escape(lede)}</p>\n'
+    header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n'
+    header += "".join(f'<p class="lede">{escape(text)}</p>\n' for text in sentences)
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     named = list(zip(runs, names, strict=True))
     body += table(["", *columns(summaries)], [(row.label, *row.cells) for row in rows(summaries)], caption="In figures")
     body += "".join(section.markup(run, name) for section in SECTIONS if section.in_comparison for run, name in named)
     footer = "".join(_details(run, name) for run, name in named) + WRITTEN_FROM
     return document(title, header, body, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
-
-
-def run_in_words(run: RunRecord, item: Summary) -> str:
-    """What was trained, what came of it and what it cost, in a few sentences."""
-    unit = item.unit
-    work = [plural(item.steps, "step"), f"{format_count(item.tokens)} {unit}"]
-    how = "in full" if run.is_full else f"in {plural(item.blocks, 'block')}"
-    if not run.is_full:
-        work.insert(0, plural(item.visits, "visit"))
-    sentences = [
-        f"{item.model} with {format_count(item.parameters)} parameters, trained {how}: {', '.join(work[:-1])} and "
-        f"{work[-1]} in {format_seconds(item.seconds)}."
-    ]
-    found = []
-    if item.validation_loss_per_byte is not None:
-        found.append(f"validation loss {decimal(item.validation_loss_per_byte)} nats per byte")
-    elif item.validation_loss is not None:
-        found.append(f"validation loss {decimal(item.validation_loss)} nats per {unit.removesuffix('s')}")
-    if item.accuracy is not None:
-        found.append(f"accuracy {percent(item.accuracy)}")
-    if item.exact_match is not None:
-        found.append(f"exact match {percent(item.exact_match)}")
-    if found:
-        sentences.append(f"{'At the end' if run.end else 'So far'}: {', '.join(found)}.")
-    costs = []
-    if item.flops_ratio is not None and not run.is_full:
-        others = [f"{decimal(item.flops_ratio_uncached)} without the prefix cache"] * bool(run.cache_uses)
-        others += [f"{decimal(item.flops_ratio_theory)} by the formula"] * (item.flops_ratio_theory is not None)
-        compared = f" ({', '.join(others)})" if others else ""
-        costs.append(f"a step cost {decimal(item.flops_ratio)} of a full step's FLOPs{compared}")
-    if item.optimizer_bytes is not None and item.optimizer_bytes_full:
-        instead = "" if run.is_full else f" instead of {format_bytes(item.optimizer_bytes_full)}"
-        costs.append(f"the optimizer state took {format_bytes(item.optimizer_bytes)}{instead}")
-    if costs:
-        sentence = ", and ".join(costs)
-        sentences.append(f"{sentence[0].upper()}{sentence[1:]}.")
-    return " ".join(sentences)
 
 
 def _comparison_in_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
