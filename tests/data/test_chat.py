@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers as hf
 
 from blocktrain.data.chat import IGNORED, ChatConfig, ChatRows, open_chat
 from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import ConfigError, DataError
+from blocktrain.errors import ConfigError, DataError, StorageError
 
 PAIRS = [("2 + 2?", "4"), ("Why?", "Because."), ("1 + 1?", "2"), ("Who are you?", "A very small model."), ("Hm", "Ah")]
 
@@ -115,7 +116,7 @@ def test_what_is_too_long_is_dropped_or_cut_and_said_once(write: Write, caplog: 
 
 def test_an_exchange_is_a_prompt_and_its_answer(write: Write):
     rows = open_chat(write()).validation
-    found = [tuple(text(part) for part in rows.exchange(index)) for index in range(rows.num_conversations)]
+    found = [tuple(text(part) for part in rows.prompt_and_answer(index)) for index in range(rows.num_conversations)]
     assert found == [(f"user:\n{asked}\nassistant:\n", answered) for asked, answered in PAIRS]
 
 
@@ -147,6 +148,20 @@ def test_real_gsm8k(shared_data: Path, tmp_path: Path):
     config = ChatConfig(source=str(shared_data / "gsm8k"), max_conversations=200, row_tokens=1024, cache=str(tmp_path))
     rows = open_chat(config).validation
     assert rows.num_conversations + rows.num_too_long == 200
-    prompt, answer = rows.exchange(0)
+    prompt, answer = rows.prompt_and_answer(0)
     assert text(prompt).startswith("user:\nJanet’s ducks lay 16 eggs per day.")
     assert text(answer).endswith("#### 18")
+
+
+def test_no_room_for_the_scratch_files(
+    tmp_path: Path, no_file_larger_than: Callable[[int], AbstractContextManager[None]]
+):
+    """The first file of a build is written by `datasets`; its errors must say that the disk is full, too."""
+    rows = [json.dumps({"prompt": "a" * 500, "completion": "b" * 500}) for _ in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = ChatConfig(source=str(tmp_path / "rows.jsonl"), row_tokens=2048, cache=str(tmp_path / "cache"))
+    with no_file_larger_than(60_000), pytest.raises(StorageError, match="no room left while writing"):
+        open_chat(config)
+    assert not [path for path in (tmp_path / "cache").glob("chat-*/*") if path.is_dir()]
+    folder = open_chat(config).train.folder
+    assert {path.name for path in folder.iterdir()} == {"starts.npy", "tokens.bin", "trained.bin"}

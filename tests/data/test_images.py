@@ -34,7 +34,7 @@ def test_cifar_is_decoded_as_published(cifar):
     """Over both shards: 1,000 images a class, and the test set's known mean and deviation."""
     counts = np.bincount(cifar.train.labels) + np.bincount(cifar.validation.labels)
     assert counts.tolist() == [1000] * 10
-    assert cifar.num_classes == 10
+    assert cifar.classes == tuple(map(str, range(10)))
     batch = cifar.validation.batch(range(5000))
     assert batch["pixel_values"].shape == (5000, 3, 32, 32)
     assert (batch["pixel_values"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
@@ -124,7 +124,7 @@ def test_cifar_100_layout_and_a_folders_splits(tmp_path):
     _parquet(folder / "train-00001-of-00002.parquet", image="img", label="fine_label", labels=(99,))
     _parquet(folder / "test-00000-of-00001.parquet", image="img", label="fine_label", labels=(7,))
     data = _open(tmp_path, folder, augment="none")
-    assert (len(data.train), len(data.validation), data.num_classes) == (3, 1, 100)
+    assert (len(data.train), len(data.validation), len(data.classes or ())) == (3, 1, 100)
     assert data.train.batch([2, 0])["labels"].tolist() == [99, 0]
 
 
@@ -144,7 +144,7 @@ def test_decoded_again_when_a_file_changes(tmp_path):
         ({"broken": True}, r"row 0: the image cannot be decoded"),
         ({"labels": (0, -1)}, r"row 1: label is -1; labels must be 0, 1, 2"),
         ({"labels": (0, None)}, r"row 1: label is None; labels must be"),
-        ({"labels": ()}, r"holds no image|no column"),
+        ({"labels": ()}, r"contains no image|no column"),
     ],
 )
 def test_wrong_files(tmp_path, options, message):

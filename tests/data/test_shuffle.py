@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktrain.data.shuffle import ShuffledRows, share
+from blocktrain.data.shuffle import ShuffledRows, rank_share
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.runtime import permutation
 
@@ -32,7 +32,7 @@ def test_any_piece_in_any_order_is_the_same_as_the_whole():
 def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks():
     step = ShuffledRows(1000, seed=0).rows(960, 1056)  # across an epoch's end
     for world_size in (1, 2, 3, 4, 8):
-        parts = [share(step, rank=rank, world_size=world_size) for rank in range(world_size)]
+        parts = [rank_share(step, rank=rank, world_size=world_size) for rank in range(world_size)]
         np.testing.assert_array_equal(np.concatenate(parts), step)
         assert {len(part) for part in parts} == {96 // world_size}
 
@@ -62,4 +62,4 @@ def test_errors():
     with pytest.raises(ValueError, match=r"positions \[5, 3\)"):
         ShuffledRows(10, seed=0).rows(5, 3)
     with pytest.raises(ConfigError, match=r"10 rows a step cannot be shared evenly by 4 ranks; .* for example 12"):
-        share(np.arange(10), rank=0, world_size=4)
+        rank_share(np.arange(10), rank=0, world_size=4)

@@ -34,6 +34,7 @@ def test_standard_library_is_the_default(cache):
     assert not _names(data.train) & _names(data.validation)
     assert len(data.train) > 40_000
     assert len(data.validation) > 3_000
+    assert data.tokenizer is not None
     assert data.tokenizer.name == "bytes"
     first = data.train.documents(0)[0]
     assert (first.document, first.offset) == ("abc.py", 0)

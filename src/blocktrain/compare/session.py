@@ -27,6 +27,7 @@ from blocktrain.train.interrupt import StopRequest, stop_requests
 from blocktrain.train.memory_saving import saving_memory
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.run_header import opening_records
+from blocktrain.train.score import score
 from blocktrain.train.trainer import Listener
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-exact": torch.bfloat16}
@@ -161,10 +162,14 @@ class _Run:
     def _evaluate(self) -> None:
         settings = self.context.config.evaluation
         with evaluating(self.trainee.model):
-            score = self.context.task.score(
-                self.trainee.model, rows=settings.rows, batch_rows=settings.batch_rows, device=self.context.device
+            scored = score(
+                self.context.task,
+                self.trainee.model,
+                rows=settings.rows,
+                batch_rows=settings.batch_rows,
+                device=self.context.device,
             )
-        self.score = score.to_event()
+        self.score = scored.to_event()
         self._emit({"kind": "evaluation", **self._now(), "visit": 0, "block": 0, **self.score})
 
     def _now(self) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from blocktrain.compare.trainee import Trainee
+from blocktrain.data.batch import to_device
 from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.step import StepResult
-from blocktrain.train.task import to_device
 
 
 def learning_rate_factor(context: TrainingContext, step: int) -> float:
@@ -27,7 +27,7 @@ def backward_pass(context: TrainingContext, trainee: Trainee, step: int) -> floa
     loss, factor = 0.0, learning_rate_factor(context, step)
     for part, weight in zip(parts, weights, strict=True):
         batch = to_device(context.task.train.batch(part.rows, variant=part.variant), context.device)
-        share = context.task.loss(trainee.model, batch) * (weight / sum(weights))
+        share = trainee.model(**batch).loss * (weight / sum(weights))
         trainee.backward(share, factor)
         loss += share.item()
     return loss

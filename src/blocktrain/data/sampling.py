@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from blocktrain.data.shuffle import ShuffledRows, share
+from blocktrain.data.shuffle import ShuffledRows, rank_share
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import permutations
 
@@ -79,7 +79,7 @@ class RowPlan:
         self.sampling = sampling
         self.rows_per_step = rows_per_step
         # Of each rank its places in a step, and of this one.
-        self._all_lanes = [share(np.arange(rows_per_step), rank=at, world_size=ranks) for at in range(ranks)]
+        self._all_lanes = [rank_share(np.arange(rows_per_step), rank=at, world_size=ranks) for at in range(ranks)]
         self._lanes = self._all_lanes[rank]
         self._shared = sampling.scope != "run" and ranks > 1
         whole_steps = int(sampling.rate * order.num_rows + 1e-9) // rows_per_step  # 0.29 x 100 is 28.999999999999996

@@ -2,7 +2,7 @@
 
 position     0 ........ n-1 | n ....... 2n-1 | 2n ...
 rows         permutation 0  | permutation 1  | permutation 2 ...     (n rows, each once an epoch)
-one step     [ rank 0 | rank 1 | ... ]   `share` of the step's rows
+one step     [ rank 0 | rank 1 | ... ]   `rank_share` of the step's rows
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ShuffledRows:
         return self._permutations[epoch]
 
 
-def share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
+def rank_share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
     """The part of a step's rows that `rank` of `world_size` works on: even, contiguous, in rank order.
 
-    >>> share(np.arange(6), rank=1, world_size=3)
+    >>> rank_share(np.arange(6), rank=1, world_size=3)
     array([2, 3])
     """
     count, rest = divmod(len(indices), world_size)

@@ -15,6 +15,7 @@ import torch
 
 from blocktrain.chain.activation import evaluating
 from blocktrain.chain.block import Block
+from blocktrain.data.batch import to_device
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.log import Event
@@ -23,7 +24,6 @@ from blocktrain.train.context import TrainingContext
 from blocktrain.train.memory_profile import StepShape, predicted_peaks
 from blocktrain.train.memory_saving import saving_memory
 from blocktrain.train.oom_advice import advice
-from blocktrain.train.task import to_device
 from blocktrain.units import format_bytes
 
 SHARE = 0.9  # of what is free may be planned: allocators round up, kernels need room of their own
@@ -38,7 +38,7 @@ def step_shape(context: TrainingContext, micro_rows: int) -> StepShape:
     """A training step of `context` over its first rows, `micro_rows` at a time."""
     batch = to_device(context.task.train.batch(range(micro_rows)), context.device)
     return StepShape(
-        loss=lambda model: context.task.loss(model, batch),
+        loss=lambda model: model(**batch).loss,
         micro_steps=math.ceil(context.rank_rows / micro_rows),
         max_grad_norm=context.config.optimizer.max_grad_norm or float("inf"),
         inputs=tuple(batch.values()),

@@ -15,6 +15,8 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.growth import Growth
 from blocktrain.chain.load import load_model
 from blocktrain.chain.partition import partition
+from blocktrain.data.batch import to_device
+from blocktrain.data.kinds import TrainingData
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.shuffle import ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
@@ -33,9 +35,8 @@ from blocktrain.parallel.stages import PipelineConfig, require_stages
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Cyclic
 from blocktrain.stopping import FullLength, VisitRule
-from blocktrain.train.build_task import build_task, require_separate_conversations
 from blocktrain.train.config import BlocksConfig, OptimizerConfig, RunConfig
-from blocktrain.train.task import Task, to_device
+from blocktrain.train.open_data import open_data, require_separate_conversations
 from blocktrain.units import BatchGeometry
 
 
@@ -54,7 +55,7 @@ class TrainingContext:
     partition: Partition
     growth: Growth | None  # where layers begin as the identity
     optimizer: BlockOptimizer
-    task: Task
+    task: TrainingData
     rows: RowPlan
     schedule: Cyclic
     rule: VisitRule
@@ -94,11 +95,11 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     ranks = ranks or Ranks()
     # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
-    task, tokenizer = build_task(config)
+    task = open_data(config)
     seed_everything(config.seed)
     model = load_model(
         config.model,
-        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        vocab_size=None if task.tokenizer is None else task.tokenizer.vocab_size,
         row_tokens=task.row_tokens,
         classes=task.classes,
         pad_token=task.pad_token,
@@ -141,7 +142,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         geometry=BatchGeometry(
             tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows
         ),
-        tokenizer=tokenizer,
+        tokenizer=task.tokenizer,
         ranks=ranks,
     )
     _require_settled_checkpoints(config, context.geometry)

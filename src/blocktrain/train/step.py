@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import NonFiniteError
 from blocktrain.parallel.data_parallel import ByRows
@@ -18,7 +19,6 @@ from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.prefix_runner import PrefixRunner
-from blocktrain.train.task import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def _accumulate(
         batch = to_device(context.task.train.batch(part.rows, variant=part.variant), context.device)
         with prefix.running(part, batch):
             prefix.prefetch(coming)
-            micro_loss = context.task.loss(context.model, batch) * (weight / total)
+            micro_loss = context.model(**batch).loss * (weight / total)
             with parallel.last_backward() if part is parts[-1] else nullcontext():
                 micro_loss.backward()
         loss += micro_loss.item()

@@ -4,7 +4,7 @@
         with optimizer.visit(block):          freeze, unfreeze, build, restore
             until the visit is over:
                 one step                      step.py
-                evaluate when due             task.py, asking.py
+                evaluate when due             score.py, generation_eval.py
                 ask the rules                 stopping.py
                 checkpoint when due           checkpoint.py
 
@@ -43,6 +43,7 @@ from blocktrain.train.prefix_runner import PrefixRunner
 from blocktrain.train.progress import Progress
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.run_header import logged_opening, opening_records, step_flops
+from blocktrain.train.score import score
 from blocktrain.train.step import StepResult, train_step
 
 Listener = Callable[[Event], None]
@@ -245,7 +246,8 @@ class Trainer:
         self._layout.parallel.settle()
         doing = f"while evaluating {settings.batch_rows} rows at a time (evaluation.batch_rows)"
         with evaluating(context.model), advise_when_out_of_memory(context, self._memory, doing):
-            score = context.task.score(
+            scored = score(
+                context.task,
                 context.model,
                 rows=settings.rows,
                 batch_rows=settings.batch_rows,
@@ -254,8 +256,8 @@ class Trainer:
             )
             answers = ask(context)
         if answers:
-            score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
-        progress.evaluated, progress.score = progress.step, score.to_event()
+            scored = replace(scored, exact_match=sum(answer.correct for answer in answers) / len(answers))
+        progress.evaluated, progress.score = progress.step, scored.to_event()
         block = context.optimizer.active
         self._emit(
             {
