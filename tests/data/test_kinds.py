@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,3 +101,9 @@ def test_the_kinds_of_the_package() -> None:
 def test_a_configuration_of_no_kind() -> None:
     with pytest.raises(KeyError, match="CountingConfig is the configuration of no registered data kind"):
         kind_of(CountingConfig())
+
+
+def test_importing_the_kinds_leaves_datasets_alone() -> None:
+    """It takes half a second, which `blocktrain plan` and a run whose data are cached need not wait for."""
+    code = "import sys, blocktrain.data, blocktrain.train.config; print('datasets' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

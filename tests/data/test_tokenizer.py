@@ -84,7 +84,7 @@ def test_a_tokenizer_without_end_of_text(tmp_path):
 
     backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(str(tmp_path))
-    with pytest.raises(DataError, match="has no end-of-text token, so documents cannot be told apart"):
+    with pytest.raises(DataError, match="has no end-of-text token, so documents cannot be separated"):
         load_tokenizer(str(tmp_path))
 
 
