@@ -1,4 +1,4 @@
-"""CIFAR from parquet: decoded right, augmented reproducibly."""
+"""CIFAR from parquet: decoded correctly, augmented reproducibly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cifar(shared_data, tmp_path_factory):
 
 
 def test_cifar_is_decoded_as_published(cifar):
-    """Over both shards: 1,000 images a class, and the test set's known mean and deviation."""
+    """Over both shards: 1,000 images per class, and the known mean and deviation of the test set."""
     counts = np.bincount(cifar.train.labels) + np.bincount(cifar.validation.labels)
     assert counts.tolist() == [1000] * 10
     assert cifar.classes == tuple(map(str, range(10)))
@@ -43,7 +43,7 @@ def test_cifar_is_decoded_as_published(cifar):
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor([0.2467, 0.2429, 0.2616]), atol=5e-3, rtol=0)
 
 
-def test_pixels_are_those_of_the_file(cifar, shared_data):
+def test_pixels_equal_those_in_the_file(cifar, shared_data):
     row = (
         pq.ParquetFile(shared_data / "cifar10" / "test-00001-of-00002.parquet")
         .read_row_group(0)
@@ -63,8 +63,8 @@ def test_augmentation_is_a_function_of_seed_row_and_variant(cifar):
     assert torch.equal(one, rows.batch([5, 9, 3], variant=2)["pixel_values"])
     assert torch.equal(one[1:2], rows.batch([9], variant=2)["pixel_values"])  # whatever else is in the batch
     assert not torch.equal(one, rows.batch([5, 9, 3], variant=3)["pixel_values"])
-    held = cifar.validation
-    assert torch.equal(held.batch([1], variant=0)["pixel_values"], held.batch([1], variant=9)["pixel_values"])
+    plain = cifar.validation
+    assert torch.equal(plain.batch([1], variant=0)["pixel_values"], plain.batch([1], variant=9)["pixel_values"])
 
 
 def _one_at_a_time(image, down, right, mirror):
@@ -152,8 +152,8 @@ def test_wrong_files(tmp_path, options, message):
         _open(tmp_path, _parquet(tmp_path / "a.parquet", **options), validation=_parquet(tmp_path / "b.parquet"))
 
 
-def test_a_damaged_file_is_an_error_of_the_data_not_of_the_cache(tmp_path):
-    """It is read while the cache is written; the message must not send the user to look for disk space."""
+def test_a_damaged_file_is_a_data_error_and_not_a_storage_error(tmp_path):
+    """The file is read while the cache is written; the message must not send the user to look for disk space."""
     path = tmp_path / "a.parquet"
     _parquet(path, labels=range(200))
     data = bytearray(path.read_bytes())

@@ -20,7 +20,7 @@ def _random_documents(count, seed=0):
 
 
 def _concatenated(documents):
-    """Every token, with the document it is from and its place there."""
+    """Every token, with its document and its position in the document."""
     return [
         (token, document.id, place)
         for document in documents
@@ -42,12 +42,12 @@ def test_rows_are_the_concatenation_cut_into_pieces(tmp_path, monkeypatch, batch
     assert batch["labels"] is batch["input_ids"]
     assert batch["input_ids"].flatten().tolist() == [token for token, _, _ in reference][: len(rows) * 16]
     for index in range(len(rows)):
-        spelt = [
+        found = [
             (span.document, span.offset + place)
             for span in rows.documents(index)
             for place in range(span.stop - span.start)
         ]
-        assert spelt == [(name, place) for _, name, place in reference[index * 16 : index * 16 + 16]]
+        assert found == [(name, place) for _, name, place in reference[index * 16 : index * 16 + 16]]
 
 
 def test_document_slices_of_a_row(tmp_path):
