@@ -194,9 +194,12 @@ def reading_rows(rows: int = 100_000, row_tokens: int = 128, batch: int = 8, bat
 
 def _map_in_a_rank(folder: Path, barrier: Any) -> None:
     stored = Dataset.from_dict({"n": list(range(20))})
-    options = {"cache_file_name": str(folder / "map.arrow"), "new_fingerprint": "same"}
     barrier.wait(60)
-    stored.map(lambda row: (_log(folder / "calls"), row)[1], **options)
+    stored.map(
+        lambda row: (_log(folder / "calls"), row)[1],
+        cache_file_name=str(folder / "map.arrow"),
+        new_fingerprint="same",
+    )
 
 
 def _cache_in_a_rank(folder: Path, barrier: Any) -> None:
