@@ -98,7 +98,7 @@ def steps_of(context: TrainingContext, block: Block, *, level: int = 0, without:
     def step() -> None:
         stored = nullcontext() if hidden is None else cut.running(start=level, hidden=hidden)
         with stored, running_without(context, without):
-            context.task.loss(context.model, batch).backward()
+            context.model(**batch).loss.backward()
         context.optimizer.clip_grad_norm(context.config.optimizer.max_grad_norm or float("inf"))
         context.optimizer.step()
         context.optimizer.zero_grad()

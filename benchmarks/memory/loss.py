@@ -27,6 +27,7 @@ from blocktrain.runtime import environment, pick_device
 from blocktrain.train.context import build
 from blocktrain.train.export import export
 from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.score import score
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 RUNS = {
@@ -65,10 +66,10 @@ def loss_of_export(run: RunFolder) -> float:
     context = build(replace(config, precision="fp32", model=ModelConfig(path=str(out))), run.path)
     settings = config.evaluation
     with evaluating(context.model):
-        score = context.task.score(
-            context.model, rows=settings.rows, batch_rows=settings.batch_rows, device=context.device
+        scored = score(
+            context.task, context.model, rows=settings.rows, batch_rows=settings.batch_rows, device=context.device
         )
-    return score.loss
+    return scored.loss
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ BAD = {
         ["--set", "model.config.n_head=3"],
         "[model.config] makes no 'gpt2': `embed_dim` must be divisible by num_heads",
     ),
-    "no such tokenizer": (["--set", "text.tokenizer=./gone"], "tokenizer './gone' is no folder (seen from "),
+    "no such tokenizer": (["--set", "text.tokenizer=./gone"], "tokenizer './gone' is not a folder (seen from "),
     "half precision": (["--set", "precision=fp16"], "precision 'fp16' is unknown; did you mean 'bf16-exact'?"),
     "no residuals to zero": (
         ["--set", "model.architecture=resnet20", "--set", "model.zero_residuals=true"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers as hf
 
 from blocktrain.data.chat import IGNORED, ChatConfig, ChatRows, open_chat
 from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import ConfigError, DataError
+from blocktrain.errors import ConfigError, DataError, StorageError
 
 PAIRS = [("2 + 2?", "4"), ("Why?", "Because."), ("1 + 1?", "2"), ("Who are you?", "A very small model."), ("Hm", "Ah")]
 
@@ -24,11 +25,11 @@ Write = Callable[..., ChatConfig]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """A configuration over conversations of its own, written to a file."""
+    """Writes conversations to a file and returns a configuration for them."""
 
     def make(pairs: list[tuple[str, str]] = PAIRS, **settings) -> ChatConfig:
         for name in ("train", "validation"):
-            lines = [json.dumps({"prompt": asked, "completion": answered}) for asked, answered in pairs]
+            lines = [json.dumps({"prompt": question, "completion": answer}) for question, answer in pairs]
             (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
         return ChatConfig(source=str(tmp_path), cache=str(tmp_path / "cache"), **{"row_tokens": 96, **settings})
 
@@ -43,16 +44,16 @@ def test_only_answers_are_labels(write: Write):
     rows = open_chat(write(layout="padded")).train
     batch = rows.batch(range(len(rows)))
     assert set(batch) == {"input_ids", "labels", "attention_mask"}
-    for row, (asked, answered) in enumerate(PAIRS):
+    for row, (question, answer) in enumerate(PAIRS):
         learned = batch["labels"][row] != IGNORED
-        assert text(batch["labels"][row]) == answered
+        assert text(batch["labels"][row]) == answer
         assert torch.equal(batch["labels"][row][learned], batch["input_ids"][row][learned])
-        assert learned.sum() == len(answered) + 1 == rows.weights([row])[0]  # the token that ends it is learned too
+        assert learned.sum() == len(answer) + 1 == rows.weights([row])[0]  # the token that ends it is learned too
         length = int(batch["attention_mask"][row].sum())
-        assert text(batch["input_ids"][row][:length]) == f"user:\n{asked}\nassistant:\n{answered}"
+        assert text(batch["input_ids"][row][:length]) == f"user:\n{question}\nassistant:\n{answer}"
 
 
-def test_packed_rows_hold_the_same_conversations(write: Write):
+def test_packed_rows_contain_the_conversations_of_padded_rows(write: Write):
     packed, padded = open_chat(write()).train, open_chat(write(layout="padded")).train
     assert len(packed) < len(padded) == packed.num_conversations == len(PAIRS)
     found = [text(ids) for row in range(len(packed)) for ids in packed.conversations(row)]
@@ -70,7 +71,7 @@ def test_packed_rows_hold_the_same_conversations(write: Write):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_loss_of_packed_rows_is_that_of_their_conversations(name: str, write: Write):
+def test_the_loss_of_packed_rows_is_the_mean_over_their_conversations(name: str, write: Write):
     rows = open_chat(write()).train
     settings = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     kind = {"gpt2": hf.GPT2Config, "llama": hf.LlamaConfig}[name]
@@ -98,7 +99,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_conversations(name: str, write
     )  # without positions the conversations see each other
 
 
-def test_what_is_too_long_is_dropped_or_cut_and_said_once(write: Write, caplog: pytest.LogCaptureFixture):
+def test_what_is_too_long_is_dropped_or_cut_off_with_one_warning(write: Write, caplog: pytest.LogCaptureFixture):
     pairs = [*PAIRS, ("Tell me a story", "Once upon a time " * 9), ("x" * 200, "never reached")]
     with caplog.at_level(logging.WARNING):
         rows = open_chat(write(pairs)).train
@@ -113,10 +114,10 @@ def test_what_is_too_long_is_dropped_or_cut_and_said_once(write: Write, caplog: 
         open_chat(write(row_tokens=8))
 
 
-def test_an_exchange_is_a_prompt_and_its_answer(write: Write):
+def test_prompt_and_answer_of_a_conversation(write: Write):
     rows = open_chat(write()).validation
-    found = [tuple(text(part) for part in rows.exchange(index)) for index in range(rows.num_conversations)]
-    assert found == [(f"user:\n{asked}\nassistant:\n", answered) for asked, answered in PAIRS]
+    found = [tuple(text(part) for part in rows.prompt_and_answer(index)) for index in range(rows.num_conversations)]
+    assert found == [(f"user:\n{question}\nassistant:\n", answer) for question, answer in PAIRS]
 
 
 def test_a_damaged_folder_says_what_to_delete(write: Write):
@@ -147,6 +148,20 @@ def test_real_gsm8k(shared_data: Path, tmp_path: Path):
     config = ChatConfig(source=str(shared_data / "gsm8k"), max_conversations=200, row_tokens=1024, cache=str(tmp_path))
     rows = open_chat(config).validation
     assert rows.num_conversations + rows.num_too_long == 200
-    prompt, answer = rows.exchange(0)
+    prompt, answer = rows.prompt_and_answer(0)
     assert text(prompt).startswith("user:\nJanet’s ducks lay 16 eggs per day.")
     assert text(answer).endswith("#### 18")
+
+
+def test_no_room_for_the_scratch_files(
+    tmp_path: Path, no_file_larger_than: Callable[[int], AbstractContextManager[None]]
+):
+    """The first file of a build is written by `datasets`; its errors must say that the disk is full, too."""
+    rows = [json.dumps({"prompt": "a" * 500, "completion": "b" * 500}) for _ in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = ChatConfig(source=str(tmp_path / "rows.jsonl"), row_tokens=2048, cache=str(tmp_path / "cache"))
+    with no_file_larger_than(60_000), pytest.raises(StorageError, match="no room left while writing"):
+        open_chat(config)
+    assert not [path for path in (tmp_path / "cache").glob("chat-*/*") if path.is_dir()]
+    folder = open_chat(config).train.folder
+    assert {path.name for path in folder.iterdir()} == {"starts.npy", "tokens.bin", "trained.bin"}

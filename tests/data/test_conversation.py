@@ -1,4 +1,4 @@
-"""Every usual shape of a record is a conversation; what is none says which fields it has."""
+"""Every usual shape of a record is a conversation; the error for any other says which fields it has."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_an_alpaca_input_follows_the_instruction():
     [
         (
             {"text": "a", "id": 3},
-            r"row 1 is no conversation: its fields are text, id; known shapes: messages, prompt and",
+            r"row 1 is not a conversation: its fields are text, id; known shapes: messages, prompt and",
         ),
         ({"messages": []}, r"'messages' must be a list of messages, not list"),
-        ({"messages": [{"from": "gpt", "value": "x"}]}, r"each of 'messages' must have a role and a content"),
-        ({"messages": TURNS[:1]}, r"no message is the assistant's.*\(roles: user\)"),
+        ({"messages": [{"from": "gpt", "value": "x"}]}, r"each message in 'messages' must have a role and a content"),
+        ({"messages": TURNS[:1]}, r"no message is from the assistant.*\(roles: user\)"),
         ({"prompt": "a", "completion": 3}, r"field 'completion' is int, not text"),
     ],
 )
-def test_what_is_no_conversation_says_why(record, message: str):
+def test_a_record_that_is_not_a_conversation_says_why(record, message: str):
     with pytest.raises(DataError, match=message):
         messages_of(record, "row 1")

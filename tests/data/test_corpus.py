@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocktrain.data.corpus import read_documents
+from blocktrain.data.corpus import open_corpus, read_documents
 from blocktrain.data.document import Document
+from blocktrain.data.hub import HubCorpus
 from blocktrain.errors import DataError
 
 
@@ -113,31 +113,31 @@ def test_text_that_is_not_utf8(tmp_path):
 @pytest.mark.parametrize("source", ["nowhere.txt", "data/train.jsonl", "/no/such/folder", "a/b/c", "./here/not", ""])
 def test_a_source_that_does_not_exist(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"no file or folder .* 'owner/name'|holds no file to read"):
+    with pytest.raises(DataError, match=r"no file or folder .* 'owner/name'|contains no file to read"):
         read_documents(source)
 
 
-def test_hub_without_the_datasets_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what Python does when an import is blocked
-    with pytest.raises(
-        DataError, match=r"'owner/name:config' is no file or folder \(seen from .*pip install \"blocktrain\[hub\]\""
-    ):
-        read_documents("owner/name:config")
+def test_a_hub_data_set_that_cannot_be_reached(tmp_path):
+    with pytest.raises(DataError, match=r"'owner/name:config' is not a file or folder \(seen from .*cannot be read as"):
+        _ = open_corpus("owner/name:config", cache=tmp_path).splits
 
 
 def test_hub_data_set(tmp_path, monkeypatch):
-    """`datasets` takes a folder for a data set of the hub, so the reader can be tried without a network."""
-    datasets = pytest.importorskip("datasets", reason="optional")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    """`datasets` takes a folder for a data set of the hub, so the reader can be tested without a network. It writes
+    into the given cache only, not into that of the user and not next to the data."""
     monkeypatch.chdir(tmp_path)
-    from blocktrain.data.hub import HubCorpus
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "of-the-user")
 
     folder = tmp_path / "owner" / "name"
     folder.mkdir(parents=True)
     _jsonl(folder / "train.jsonl", [{"text": "a", "n": 1}, {"text": "", "n": 2}, {"text": "c", "n": 3}])
     _jsonl(folder / "test.jsonl", [{"text": "t", "n": 4}])
-    corpus = HubCorpus("owner/name", text_field="text")
+    cache = tmp_path / "cache"
+    corpus = HubCorpus("owner/name", text_field="text", cache=cache)
     assert corpus.splits == ("train", "test")
     assert list(corpus.documents("train")) == [Document(id="train#0", text="a"), Document(id="train#2", text="c")]
     with pytest.raises(DataError, match=r"data set 'owner/name' has no field 'txt'; did you mean 'text'\?"):
-        list(HubCorpus("owner/name", text_field="txt").documents("train"))
+        list(HubCorpus("owner/name", text_field="txt", cache=cache).documents("train"))
+    assert {path.name for path in folder.iterdir()} == {"train.jsonl", "test.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"owner", "cache"}
+    assert [path.name for path in cache.iterdir()] == ["datasets"]

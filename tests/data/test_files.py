@@ -45,7 +45,7 @@ def test_a_folder_without_names_is_all_training_data_sorted_and_without_hidden_f
     assert list(files) == ["train"]
 
 
-def test_a_readme_beside_named_splits_is_left_out_and_said_so(tmp_path, caplog):
+def test_a_readme_next_to_named_splits_is_left_out_with_a_warning(tmp_path, caplog):
     _touch(tmp_path, "README.md", "train.txt", "test.txt")
     with caplog.at_level(logging.WARNING):
         files = find_files(tmp_path, {".txt", ".md"})
@@ -53,7 +53,7 @@ def test_a_readme_beside_named_splits_is_left_out_and_said_so(tmp_path, caplog):
         "train": ["train.txt"],
         "test": ["test.txt"],
     }
-    assert "'README.md' first" in caplog.text
+    assert "the first is 'README.md'" in caplog.text
 
 
 def test_a_single_file_is_training_data_whatever_its_name(tmp_path):
@@ -63,7 +63,7 @@ def test_a_single_file_is_training_data_whatever_its_name(tmp_path):
 
 def test_a_folder_with_nothing_to_read(tmp_path):
     _touch(tmp_path, "model.bin")
-    with pytest.raises(DataError, match=r"holds no file to read; known endings: .jsonl, .txt"):
+    with pytest.raises(DataError, match=r"contains no file to read; known endings: .jsonl, .txt"):
         find_files(tmp_path, {".txt", ".jsonl"})
 
 

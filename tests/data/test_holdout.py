@@ -14,14 +14,14 @@ def _ids(documents):
     return [document.id for document in documents]
 
 
-def test_two_disjoint_sides_of_about_the_share_asked_for():
+def test_two_disjoint_sides_of_about_the_requested_share():
     documents = _documents(5000)
     train, validation = (_ids(side) for side in hold_out(lambda: documents, 0.02))
     assert sorted(train + validation) == sorted(_ids(documents))
     assert 70 < len(validation) < 130
 
 
-def test_order_and_more_documents_move_no_document():
+def test_neither_order_nor_more_documents_move_a_document():
     few, many = _documents(2000), _documents(4000)
     before = _ids(hold_out(lambda: few, 0.02)[1])
     after = _ids(hold_out(lambda: many[::-1], 0.02)[1])

@@ -1,4 +1,4 @@
-"""CIFAR from parquet: decoded right, augmented reproducibly."""
+"""CIFAR from parquet: decoded correctly, augmented reproducibly."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def cifar(shared_data, tmp_path_factory):
 
 
 def test_cifar_is_decoded_as_published(cifar):
-    """Over both shards: 1,000 images a class, and the test set's known mean and deviation."""
+    """Over both shards: 1,000 images per class, and the known mean and deviation of the test set."""
     counts = np.bincount(cifar.train.labels) + np.bincount(cifar.validation.labels)
     assert counts.tolist() == [1000] * 10
-    assert cifar.num_classes == 10
+    assert cifar.classes == tuple(map(str, range(10)))
     batch = cifar.validation.batch(range(5000))
     assert batch["pixel_values"].shape == (5000, 3, 32, 32)
     assert (batch["pixel_values"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
@@ -43,7 +43,7 @@ def test_cifar_is_decoded_as_published(cifar):
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor([0.2467, 0.2429, 0.2616]), atol=5e-3, rtol=0)
 
 
-def test_pixels_are_those_of_the_file(cifar, shared_data):
+def test_pixels_equal_those_in_the_file(cifar, shared_data):
     row = (
         pq.ParquetFile(shared_data / "cifar10" / "test-00001-of-00002.parquet")
         .read_row_group(0)
@@ -63,8 +63,8 @@ def test_augmentation_is_a_function_of_seed_row_and_variant(cifar):
     assert torch.equal(one, rows.batch([5, 9, 3], variant=2)["pixel_values"])
     assert torch.equal(one[1:2], rows.batch([9], variant=2)["pixel_values"])  # whatever else is in the batch
     assert not torch.equal(one, rows.batch([5, 9, 3], variant=3)["pixel_values"])
-    held = cifar.validation
-    assert torch.equal(held.batch([1], variant=0)["pixel_values"], held.batch([1], variant=9)["pixel_values"])
+    plain = cifar.validation
+    assert torch.equal(plain.batch([1], variant=0)["pixel_values"], plain.batch([1], variant=9)["pixel_values"])
 
 
 def _one_at_a_time(image, down, right, mirror):
@@ -124,7 +124,7 @@ def test_cifar_100_layout_and_a_folders_splits(tmp_path):
     _parquet(folder / "train-00001-of-00002.parquet", image="img", label="fine_label", labels=(99,))
     _parquet(folder / "test-00000-of-00001.parquet", image="img", label="fine_label", labels=(7,))
     data = _open(tmp_path, folder, augment="none")
-    assert (len(data.train), len(data.validation), data.num_classes) == (3, 1, 100)
+    assert (len(data.train), len(data.validation), len(data.classes or ())) == (3, 1, 100)
     assert data.train.batch([2, 0])["labels"].tolist() == [99, 0]
 
 
@@ -144,7 +144,7 @@ def test_decoded_again_when_a_file_changes(tmp_path):
         ({"broken": True}, r"row 0: the image cannot be decoded"),
         ({"labels": (0, -1)}, r"row 1: label is -1; labels must be 0, 1, 2"),
         ({"labels": (0, None)}, r"row 1: label is None; labels must be"),
-        ({"labels": ()}, r"holds no image|no column"),
+        ({"labels": ()}, r"contains no image|no column"),
     ],
 )
 def test_wrong_files(tmp_path, options, message):
@@ -152,8 +152,8 @@ def test_wrong_files(tmp_path, options, message):
         _open(tmp_path, _parquet(tmp_path / "a.parquet", **options), validation=_parquet(tmp_path / "b.parquet"))
 
 
-def test_a_damaged_file_is_an_error_of_the_data_not_of_the_cache(tmp_path):
-    """It is read while the cache is written; the message must not send the user to look for disk space."""
+def test_a_damaged_file_is_a_data_error_and_not_a_storage_error(tmp_path):
+    """The file is read while the cache is written; the message must not send the user to look for disk space."""
     path = tmp_path / "a.parquet"
     _parquet(path, labels=range(200))
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Subsets are drawn without replacement, seen as often as is asked for, and known by their slots."""
+"""Subsets are drawn without replacement and seen as often as configured; a slot identifies a row of a subset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen(steps: list[StepRows]) -> list[int]:
 
 
 def test_scope_run_is_one_stream_over_all_visits():
-    """Whatever visit a step is in, it goes on where the step before it stopped."""
+    """Each step continues where the step before it stopped, whatever visit it is in."""
     rows = plan(num_rows=10, rows_per_step=4)
     order = ShuffledRows(10, seed=0)
     for step in range(12):
@@ -65,7 +65,7 @@ def test_subsets_are_drawn_without_replacement_until_the_set_is_used_up():
     assert len({tuple(subset) for subset in subsets}) == 15
 
 
-def test_where_the_set_does_not_divide_every_row_still_comes_equally_often():
+def test_every_row_comes_equally_often_even_if_subsets_do_not_divide_the_set():
     rows = plan(50, scope="visit", rate=0.3)  # subsets of 12
     drawn = Counter(np.concatenate([rows.subset_indices(number) for number in range(25)]).tolist())
     assert set(drawn.values()) == {6}
@@ -73,7 +73,7 @@ def test_where_the_set_does_not_divide_every_row_still_comes_equally_often():
 
 
 @pytest.mark.parametrize("scope", ["sweep", "visit"])
-def test_a_visit_passes_over_its_subset_each_pass_in_another_order(scope: str):
+def test_a_visit_passes_over_its_subset_in_a_different_order_in_each_pass(scope: str):
     rows = plan(60, scope=scope, rate=0.2)
     passes = [visit(rows, 9, index=4, sweep=1)[3 * at : 3 * at + 3] for at in range(3)]
     number = rows.subset(visit=4, sweep=1)
@@ -93,7 +93,7 @@ def test_scope_says_how_long_a_subset_lasts():
     fresh = [frozenset(seen(visit(by_visit, 3, index=index, sweep=sweep))) for index, sweep in places]
     assert len(set(fresh)) == 6
     orders = [tuple(seen(visit(by_sweep, 3, index=index, sweep=0))) for index in range(3)]
-    assert len(set(orders)) == 3  # the same rows, in an order of each visit's own
+    assert len(set(orders)) == 3  # equal rows, in a different order in each visit
 
 
 def test_a_slot_always_means_the_same_row_of_a_subset():
@@ -106,8 +106,8 @@ def test_a_slot_always_means_the_same_row_of_a_subset():
     assert len(meaning) == 24
 
 
-def test_any_step_can_be_asked_for_alone():
-    """So that a resumed run sees the same rows: no step depends on those asked for before."""
+def test_any_step_can_be_computed_alone():
+    """No step depends on the steps that were computed before it, so a resumed run sees the rows of the original run."""
     whole = plan(scope="sweep", rate=0.2, variants=2)
     places = [(index, at) for index in range(4) for at in range(7)]
     expected = {place: whole.step(step=0, visit=place[0], sweep=place[0] // 2, visit_step=place[1]) for place in places}
@@ -127,15 +127,15 @@ def test_another_seed_draws_other_subsets_in_other_orders():
 
 
 def test_known_answer():
-    """A run must survive a new numpy: these rows were drawn with numpy 2.4."""
+    """The rows of a run must not change with the version of numpy: these rows were drawn with numpy 2.4."""
     rows = plan(12, 2, scope="sweep", rate=0.5)
     assert rows.subset_indices(1).tolist() == [1, 11, 2, 10, 6, 4]
     assert seen(visit(rows, 3, index=4, sweep=1)) == [2, 10, 1, 4, 6, 11]
 
 
-def test_the_order_of_the_first_pass_is_not_that_of_an_epoch():
-    """numpy takes the seeds [s, 1] and [s, 1, 0, 0] for the same: the first pass of the first visit was once ordered by
-    the numbers that order the second epoch."""
+def test_the_first_pass_and_an_epoch_have_different_orders():
+    """numpy takes the seeds [s, 1] and [s, 1, 0, 0] as equal: once, the first pass of the first visit had the order of
+    the second epoch."""
     rows = plan(60, 4, scope="visit", rate=1.0)
     first = np.concatenate([step.slots for step in visit(rows, 15)])
     assert np.random.SeedSequence([0, 1]).generate_state(4).tolist() == (
@@ -148,7 +148,7 @@ def test_the_order_of_the_first_pass_is_not_that_of_an_epoch():
 # -- variants ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_variants_every_pass_of_every_visit_augments_anew():
+def test_without_variants_every_pass_of_every_visit_has_new_augmentations():
     rows = plan(scope="sweep", rate=0.2)
     variants = [step.variant for index in range(4) for step in visit(rows, 9, index=index, sweep=0)]
     assert len(set(variants)) == 4 * 3

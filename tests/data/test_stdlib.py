@@ -11,7 +11,7 @@ def test_files_are_sorted_disjoint_and_without_what_differs_between_distribution
     train, validation = ([file.id for file in files[split]] for split in ("train", "validation"))
     assert not set(train) & set(validation)
     assert {"argparse.py", "asyncio/tasks.py", "typing.py", "unittest/mock.py"} <= set(train)
-    # The hash of a name is the same everywhere, so these are validation on every machine and CPython 3.11 to 3.13.
+    # The hash of a name is equal everywhere, so these are for validation on every machine and on CPython 3.11 to 3.13.
     assert {"json/__init__.py", "logging/__init__.py", "operator.py", "queue.py", "struct.py"} <= set(validation)
     tops = {name.partition("/")[0].removesuffix(".py") for name in train + validation}
     assert not tops & {"test", "idlelib", "site-packages", "distutils", "lib2to3", "tkinter", "encodings", "_pyio"}

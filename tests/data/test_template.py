@@ -1,4 +1,4 @@
-"""Which tokens the assistant wrote: by a template's own marks, and by growth where it has none; both agree."""
+"""Which tokens the assistant wrote: found by the marks of a template, or by growth where it has none; both agree."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHATML = (
 )
 
 
-def told(template: ChatTemplate) -> tuple[str, list[str]]:
-    """The rendered text, and its trained stretches."""
+def rendered(template: ChatTemplate) -> tuple[str, list[str]]:
+    """The rendered text, and the parts of it that are trained."""
     ids, trained = template.encode(TALK, "row 1")
     tokenizer, stretches = ByteTokenizer(), []
     for at in range(len(ids)):
@@ -43,7 +43,7 @@ def write(folder: Path, text: str) -> str:
 
 def test_the_default_template():
     tokenizer = ByteTokenizer()
-    text, stretches = told(ChatTemplate(tokenizer))
+    text, stretches = rendered(ChatTemplate(tokenizer))
     assert text == "system:\nBe short.\nuser:\n2 + 2?\nassistant:\n4user:\nÉ?\nassistant:\né!"
     assert stretches == ["4", "é!"]
     ids, trained = ChatTemplate(tokenizer).encode(TALK, "row 1")
@@ -51,8 +51,8 @@ def test_the_default_template():
     assert trained[-1]  # to end is learned too
 
 
-def test_a_template_without_marks_is_told_by_growth(tmp_path: Path):
-    text, stretches = told(ChatTemplate(ByteTokenizer(), write(tmp_path, CHATML)))
+def test_turns_are_found_by_growth_where_a_template_has_no_marks(tmp_path: Path):
+    text, stretches = rendered(ChatTemplate(ByteTokenizer(), write(tmp_path, CHATML)))
     assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
     assert stretches == ["4<|im_end|>\n", "é!<|im_end|>\n"]
 
@@ -67,13 +67,13 @@ def test_marks_and_growth_agree(tmp_path: Path):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path):
-    """As reasoning models' templates do, which drop the thoughts of all answers but the last."""
+    """The templates of reasoning models do so: they drop the thoughts of all answers but the last."""
     forgets = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:1] }}{% endfor %}"
     with pytest.raises(DataError, match=r"row 1: the chat template rewrites what comes before message 3"):
         ChatTemplate(ByteTokenizer(), write(tmp_path, forgets)).encode(TALK, "row 1")
 
 
-def test_what_a_template_raises_is_said_with_its_place(tmp_path: Path):
+def test_an_error_of_a_template_names_the_place(tmp_path: Path):
     strict = "{{ raise_exception('no system messages') }}"
     with pytest.raises(DataError, match=r"row 7: the chat template refuses this conversation: no system messages"):
         ChatTemplate(ByteTokenizer(), write(tmp_path, strict)).encode(TALK, "row 7")

@@ -1,4 +1,4 @@
-"""From a configuration to rows: which documents go where, and when the cache is built again."""
+"""From a configuration to rows: which documents go where, and when the cache is rebuilt."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ def test_standard_library_is_the_default(cache):
     assert not _names(data.train) & _names(data.validation)
     assert len(data.train) > 40_000
     assert len(data.validation) > 3_000
+    assert data.tokenizer is not None
     assert data.tokenizer.name == "bytes"
     first = data.train.documents(0)[0]
     assert (first.document, first.offset) == ("abc.py", 0)
     assert data.tokenizer.decode(data.train.batch([0])["input_ids"][0].tolist()).startswith("# Copyright 2007 Google")
 
 
-def test_a_folders_own_validation_split_is_used_and_its_test_split_left_alone(cache, shared_data):
+def test_a_folders_own_validation_split_is_used_and_its_test_split_is_not(cache, shared_data):
     data = open_text(TextConfig(source=str(shared_data / "wikitext-2"), row_tokens=1024, cache=cache))
     assert (_names(data.train), _names(data.validation)) == ({"train.txt"}, {"valid.txt"})
 
 
-def test_a_test_split_serves_where_there_is_no_validation_split(cache, shared_data):
+def test_a_test_split_is_used_where_there_is_no_validation_split(cache, shared_data):
     config = TextConfig(source=str(shared_data / "gsm8k"), text_field="question", max_documents=50, cache=cache)
     data = open_text(config)
     assert {name.partition("#")[0] for name in _names(data.validation)} == {"test.jsonl"}
@@ -63,7 +64,7 @@ def test_books_with_a_gpt2_tokenizer(cache, shared_data):
     data = open_text(config)
     assert _names(data.train) == {"train-00000-of-00003.parquet#0", "train-00000-of-00003.parquet#1"}
     assert 3.5 < data.train.bytes_per_token < 5
-    assert _text(data, data.train).count("<|endoftext|>") == 1  # the second one is in the rest
+    assert _text(data, data.train).count("<|endoftext|>") == 1  # the second one is in the unused rest
 
 
 def test_a_single_file_is_cut(cache, shared_data):
@@ -98,7 +99,7 @@ def test_overlapping_sources(cache, tmp_path):
         open_text(TextConfig(source=str(tmp_path), validation=source, cache=cache))
 
 
-def test_tokenised_once_and_again_when_a_file_changes(cache, tmp_path):
+def test_tokenized_once_and_again_when_a_file_changes(cache, tmp_path):
     source = tmp_path / "rows.jsonl"
     config = TextConfig(source=_jsonl(source, 50), row_tokens=4, cache=cache)
     first = open_text(config)
@@ -107,12 +108,12 @@ def test_tokenised_once_and_again_when_a_file_changes(cache, tmp_path):
     assert again.train.folder == first.train.folder
     assert (again.train.folder / "tokens.bin").stat().st_mtime_ns == made
     before = source.stat()
-    source.write_text(source.read_text().replace("row", "new"))  # of the same size
+    source.write_text(source.read_text().replace("row", "new"))  # the size of the file does not change
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     changed = open_text(config)
     assert "new" in _text(changed, changed.train)
     assert not first.train.folder.exists()
-    assert "row" in _text(first, first.train)  # who has it mapped keeps it
+    assert "row" in _text(first, first.train)  # a process that has mapped the tokens keeps them
 
 
 def test_row_length_needs_no_new_tokens(cache, tmp_path):
@@ -134,7 +135,7 @@ def test_no_room_for_the_tokens(cache, tmp_path, no_file_larger_than):
 
 
 def test_no_room_for_the_names_of_the_documents(cache, tmp_path, no_file_larger_than):
-    """Another writer (Arrow) and another file than the tokens; the error must be the same."""
+    """These are written by Arrow into another file than the tokens; the error must not differ."""
     source = _jsonl(tmp_path / ("long" * 50 + ".jsonl"), 500, word="")
     with no_file_larger_than(40_000), pytest.raises(StorageError, match="no room left while writing"):
         open_text(TextConfig(source=source, cache=cache))

@@ -1,4 +1,4 @@
-"""Bytes and Hugging Face tokenizers behind one face."""
+"""Bytes and Hugging Face tokenizers have one interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bytes_round_trip():
 
 
 def test_bytes_as_a_hugging_face_tokenizer(tmp_path):
-    """What an exported model ships with gives the ids that it was trained on, for every byte there is."""
+    """The exported tokenizer produces the ids that the model was trained on, for every byte."""
     ByteTokenizer().save(tmp_path)
     exported = AutoTokenizer.from_pretrained(str(tmp_path))
     rng = random.Random(0)
@@ -54,14 +54,14 @@ def test_gpt2_from_vocabulary_and_merges_alone(gpt2, shared_data):
     assert gpt2.decode(ids[:20_000]) == text[: len(gpt2.decode(ids[:20_000]))]
 
 
-def test_saved_and_loaded_again_it_is_the_same(gpt2, tmp_path):
+def test_a_saved_tokenizer_loads_as_an_equal_one(gpt2, tmp_path):
     gpt2.save(tmp_path)
     again = load_tokenizer(str(tmp_path))
     for one, other in zip(gpt2.encode(TEXTS), again.encode(TEXTS), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_fingerprint_is_that_of_the_content(gpt2, shared_data, tmp_path):
+def test_the_fingerprint_depends_on_the_content_alone(gpt2, shared_data, tmp_path):
     source = shared_data / "gpt2_tokenizer"
     copy = shutil.copytree(source, tmp_path / "copy")
     assert load_tokenizer(str(copy)).fingerprint == gpt2.fingerprint
@@ -71,7 +71,7 @@ def test_fingerprint_is_that_of_the_content(gpt2, shared_data, tmp_path):
 
 
 @pytest.mark.parametrize("files", [{}, {"vocab.json": "{}"}, {"vocab.json": "no", "merges.txt": "no"}])
-def test_a_folder_that_holds_no_tokenizer(tmp_path, files):
+def test_a_folder_without_a_tokenizer(tmp_path, files):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=r"cannot load tokenizer '.*': .*; give 'bytes', a folder with tokenizer.json"):
@@ -84,7 +84,7 @@ def test_a_tokenizer_without_end_of_text(tmp_path):
 
     backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(str(tmp_path))
-    with pytest.raises(DataError, match="has no end-of-text token, so documents cannot be told apart"):
+    with pytest.raises(DataError, match="has no end-of-text token, so documents cannot be separated"):
         load_tokenizer(str(tmp_path))
 
 

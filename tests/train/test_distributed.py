@@ -500,5 +500,5 @@ def test_what_is_learned_cannot_be_changed_in_a_run_that_has_begun(tiny) -> None
 def test_rows_that_cannot_be_shared_evenly(mapping, tmp_path: Path) -> None:
     told = run_distributed(fail, 3, str(tmp_path / "run"), mapping("gpt2"))
     assert [name for name, _ in told] == ["ConfigError"] * 3
-    assert "4 rows a step cannot be shared evenly by 3 ranks" in told[0][1]
+    assert "4 rows per step cannot be divided equally among 3 ranks" in told[0][1]
     assert not (tmp_path / "run").exists()

@@ -111,7 +111,7 @@ def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overri
 
     def loss() -> torch.Tensor:
         with evaluating(context.model):
-            return context.task.loss(context.model, context.task.train.batch(range(4))).detach()
+            return context.model(**context.task.train.batch(range(4))).loss.detach()
 
     visits = list(islice(context.schedule.visits(context.partition), 4))
     for visit in visits[:2]:  # what is there to copy is reached by now, and not by a visit that copied it

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.data.batch import to_device
 from blocktrain.train import run_header
 from blocktrain.train.context import build
 from blocktrain.train.interpolate_blocks import ends
-from blocktrain.train.task import to_device
 
 SIX_LAYERS = ["model.config.n_layer=6", "blocks.count=8"]
 

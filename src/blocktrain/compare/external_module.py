@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.task import to_device
 from blocktrain.train.technique import Techniques
 
 
@@ -107,7 +107,7 @@ class ExternalModule:
         for part, weight in zip(parts, weights, strict=True):
             batch = to_device(data.batch(part.rows, variant=part.variant), context.device)
             with self._techniques.around_batch(part, batch):
-                share = context.task.loss(self.model, batch) * (weight / sum(weights))
+                share = self.model(**batch).loss * (weight / sum(weights))
                 self.method.backward(share, self._lr_factor)
             loss += share.item()
         return loss

@@ -1,4 +1,4 @@
-"""Fitting sequences of different lengths into rows of one length: best fit, longest first.
+"""Packing sequences of different lengths into rows of equal length: best fit, the longest first.
 
 capacity 8      | 5 5 5 5 5 3 3 3 | 4 4 4 4 2 2 . . |
 """
@@ -12,18 +12,18 @@ import numpy as np
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Indices of `lengths` row by row, each row's lengths summing to `capacity` at most, a row's in ascending order.
+    """The indices of `lengths` row by row; the lengths of a row sum to at most `capacity`, its indices ascend.
 
-    Each sequence goes to the fullest row that still has room for it (Johnson 1973: at most 11/9 of the fewest rows
-    possible, and one). Deterministic.
+    Each sequence goes to the fullest row that still has room for it (Johnson 1973: at most 11/9 of the fewest possible
+    rows, plus one). Deterministic.
 
     >>> best_fit([3, 5, 2, 4], 8)
     [[0, 1], [2, 3]]
     """
     lengths = np.asarray(lengths)
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # room left -> rows
-    rooms: list[int] = []  # the keys of `open_rows`, sorted
+    open_rows: dict[int, list[int]] = {}  # free tokens -> rows that have them
+    rooms: list[int] = []  # the sorted keys of `open_rows`
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         place = bisect_left(rooms, length)

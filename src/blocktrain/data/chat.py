@@ -1,17 +1,19 @@
-"""Conversations to fine-tune on: rendered by a chat template once, then rows with loss on the assistant's turns only.
+"""Conversations to fine-tune on: rendered once by a chat template, then read as rows whose loss covers the assistant's
+turns only.
 
-    packed     | conversation 3 . . . | conversation 7 | conversation 1 | pad |     several a row, kept apart
+    packed     | conversation 3 . . . | conversation 7 | conversation 1 | pad |     several in a row, kept apart
     positions    0 1 2 ...              0 1 2 ...        0 1 2 ...        0 1
-    padded     | conversation 3 . . . | pad ............................ |          one a row
+    padded     | conversation 3 . . . | pad ............................ |          one in a row
 
-Packed rows give the model `position_ids` that start again at each conversation. From them `transformers` makes masks
-that let no token see another conversation, in the model's own code and so with its sliding windows; a few
-architectures ignore them, and `train/build_task.py` finds out by running which.
+Packed rows give the model `position_ids` that restart at each conversation. From these `transformers` builds masks that
+let no token see another conversation, in the model's own code and so with its sliding windows. A few architectures
+ignore them; `train/open_data.py` finds out which by running the model.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,19 +24,21 @@ import numpy as np
 import torch
 
 from blocktrain.data.bin_packing import best_fit
-from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.data.conversation import messages_of
 from blocktrain.data.document import Document
+from blocktrain.data.kinds import DataKind, TrainingData, register
+from blocktrain.data.parallel_map import map_documents
 from blocktrain.data.records import record_of
-from blocktrain.data.splits import open_sources, splits
+from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.template import ChatTemplate
-from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
+from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.units import format_count
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # a label that takes no part in the loss, as everywhere in transformers
+IGNORED = -100  # a label that the loss leaves out, as everywhere in transformers
 
 _FORMAT = 1
 
@@ -49,14 +53,14 @@ class ChatConfig:
     source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
         hub; rows of `messages`, `prompt` and `completion`, `question` and `answer`, or Alpaca's.
     validation: another source; none: the source's own validation or test split, else a share of it.
-    validation_share: of the conversations, where there is no such split.
+    validation_share: the share of the conversations that is held out where there is no such split.
     tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
     template: a Jinja file; none: the tokenizer's own template, or a plain one where it has none.
     row_tokens: tokens in a row.
-    layout: several conversations in a row, kept apart, or one, filled up.
-    too_long: what becomes of a conversation longer than a row; "truncate" cuts its end.
-    max_conversations: read only so many of each source.
-    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    layout: "packed" puts several conversations in a row and keeps them apart; "padded" puts one in a row and pads it.
+    too_long: what happens to a conversation longer than a row; "truncate" cuts off its end.
+    max_conversations: read at most this many conversations of each source.
+    cache: a folder for the tokens; none: blocktrain's folder in the user's cache.
     """
 
     source: str
@@ -79,24 +83,18 @@ class ChatConfig:
             raise ConfigError(f"max_conversations is {self.max_conversations}; it must be at least 1, or left out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatData:
-    """Rows to train on, rows to validate on (never the same conversations), and the tokenizer that made both."""
+def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
+    """The rows of `config`; conversations are rendered and tokenized now if they are not in the cache yet. No seed
+    matters.
 
-    train: ChatRows
-    validation: ChatRows
-    tokenizer: Tokenizer
-
-
-def open_chat(config: ChatConfig) -> ChatData:
-    """The rows of `config`, rendered and tokenised now if they are not in the cache yet.
-
-    Raises `DataError` when data are missing, of no known shape, or refused by the template; `StorageError` when the
-    cache cannot be written.
+    Raises `DataError` when data are missing, have no known shape, or are refused by the template; `StorageError` when
+    the cache cannot be written.
     """
+    del seed
     tokenizer = load_tokenizer(config.tokenizer)
     template = ChatTemplate(tokenizer, config.template)
-    corpora = open_sources(config.source, config.validation, text_field=None)
+    home = cache_home(config.cache)
+    corpora = open_sources(config.source, config.validation, text_field=None, cache=home)
     key = {
         "format": _FORMAT,
         "corpora": [corpus.name for corpus in corpora],
@@ -106,11 +104,10 @@ def open_chat(config: ChatConfig) -> ChatData:
     }
 
     def write(folder: Path) -> None:
-        sides = splits(corpora, share=config.validation_share, limit=config.max_conversations)
-        for name, documents in zip(("train", "validation"), sides, strict=True):
+        both = training_and_validation(corpora, share=config.validation_share, limit=config.max_conversations)
+        for name, documents in zip(("train", "validation"), both, strict=True):
             _encode(documents, template, folder / name)
 
-    home = Path(config.cache).expanduser() if config.cache else default_home()
     folder = cached_folder(home, "chat", key=key, state=[corpus.state() for corpus in corpora], write=write)
     train, validation = (
         ChatRows(
@@ -122,32 +119,55 @@ def open_chat(config: ChatConfig) -> ChatData:
         )
         for name in ("train", "validation")
     )
-    return ChatData(train=train, validation=validation, tokenizer=tokenizer)
+    return TrainingData(
+        unit="tokens",
+        train=train,
+        validation=validation,
+        units_per_row=config.row_tokens,
+        row_tokens=config.row_tokens,
+        conversations=validation,
+        fingerprint=train.fingerprint,
+        tokenizer=tokenizer,
+    )
 
 
 def _encode(documents: Iterable[Document], template: ChatTemplate, folder: Path) -> None:
-    """tokens.bin, uint32, and trained.bin, a byte a token: all conversations end to end; starts.npy, int64, where each
-    begins, and where the last one ends."""
+    """Write all conversations end to end: `tokens.bin`, uint32; `trained.bin`, a byte per token, 1 where the assistant
+    wrote it; `starts.npy`, int64, where each conversation begins, and where the last one ends."""
+    from datasets import Features, List, Value
+
+    def encode(document: Document) -> dict[str, np.ndarray]:
+        ids, trained = template.encode(messages_of(record_of(document), document.id), document.id)
+        return {"ids": ids, "trained": trained}
+
     folder.mkdir()
+    scratch = folder / "scratch"
     starts = [0]
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
-        for document in documents:
-            ids, trained = template.encode(messages_of(record_of(document), document.id), document.id)
-            tokens.write(ids.astype(np.uint32).data)
-            marks.write(trained.astype(np.uint8).data)
-            starts.append(starts[-1] + len(ids))
+        for row in map_documents(
+            documents,
+            encode,
+            features=Features({"ids": List(Value("uint32")), "trained": List(Value("bool"))}),
+            scratch=scratch,
+            label=f"rendering {folder.name} conversations",
+        ):
+            tokens.write(row["ids"].astype(np.uint32).data)
+            marks.write(row["trained"].astype(np.uint8).data)
+            starts.append(starts[-1] + len(row["ids"]))
     np.save(folder / "starts.npy", np.array(starts, np.int64))
+    shutil.rmtree(scratch)
 
 
 class ChatRows:
-    """Rows of `row_tokens` tokens over a folder of rendered conversations. Only rows that are asked for are read."""
+    """Rows of `row_tokens` tokens from a folder of rendered conversations. Only the requested rows are read."""
 
     def __init__(
         self, folder: Path, *, row_tokens: int, pad: int, layout: ChatLayout = "packed", too_long: TooLong = "drop"
     ):
-        """Lay the conversations out; raises `DataError` if the folder is damaged or none of them can be learned from.
+        """Assign the conversations to rows, and warn once about those that do not fit.
 
-        What does not fit is said once, in the log. pad: the token that fills a row up.
+        pad: the token that fills up a row. Raises `DataError` if the folder is damaged, or if no conversation fits and
+        has a token to learn.
         """
         self.folder = folder
         self.row_tokens = row_tokens
@@ -169,7 +189,7 @@ class ChatRows:
                 f"none of the {len(lengths)} conversations fits into a row of {row_tokens} tokens (the shortest has "
                 f"{lengths.min()}); raise row_tokens, or set too_long = 'truncate'"
             )
-        self._say_what_does_not_fit(len(lengths))
+        self._warn_about_what_does_not_fit(len(lengths))
         fitted = np.minimum(lengths[self._kept], row_tokens)
         rows = best_fit(fitted, row_tokens) if layout == "packed" else [[index] for index in range(len(self._kept))]
         self._rows = [self._kept[row] for row in rows]
@@ -185,17 +205,17 @@ class ChatRows:
 
     @property
     def fingerprint(self) -> str:
-        """Names these rows: the folder is called by what its tokens were made from."""
+        """Names these rows; the name of the folder depends on everything that its tokens were made from."""
         place = f"{self.folder.parent.parent.name}/{self.folder.parent.name}"
         return f"{place} {self.layout} in rows of {self.row_tokens}, too long: {self.too_long}"
 
     @property
     def num_conversations(self) -> int:
-        """How many are in the rows."""
+        """The number of conversations in the rows."""
         return len(self._kept)
 
     def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """How many tokens of each row are learned, int64 (B,)."""
+        """The number of tokens in each row that count in the loss, int64 (B,)."""
         return self._weights[np.asarray(indices, np.int64)]
 
     def conversations(self, index: int) -> list[np.ndarray]:
@@ -203,10 +223,10 @@ class ChatRows:
         return [self._tokens[self._span(member)].astype(np.int64) for member in self._rows[index]]
 
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
-        """Rows `indices` as `input_ids` and `labels`, int64 (B, T), labels being -100 where nothing is learned; and
-        `position_ids`, int64 (B, T), for packed rows, `attention_mask`, int64 (B, T), for padded ones.
+        """Rows `indices` as `input_ids` and `labels`, int64 (B, T); a label is -100 where nothing is learned.
 
-        Every `variant` is the same.
+        Packed rows also have `position_ids`, padded rows `attention_mask`, both int64 (B, T). Conversations are not
+        augmented, so `variant` changes nothing.
         """
         del variant
         shape = (len(indices), self.row_tokens)
@@ -223,11 +243,11 @@ class ChatRows:
                 mask[row, at:end] = 1
                 at = end
             positions[row, at:] = np.arange(self.row_tokens - at)
-        kind = {"position_ids": positions} if self.layout == "packed" else {"attention_mask": mask}
-        return {name: torch.from_numpy(value) for name, value in {"input_ids": ids, "labels": labels, **kind}.items()}
+        other = {"position_ids": positions} if self.layout == "packed" else {"attention_mask": mask}
+        return {name: torch.from_numpy(value) for name, value in {"input_ids": ids, "labels": labels, **other}.items()}
 
-    def exchange(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the `index`-th conversation kept: what comes before the assistant's last turn, and that turn; int64."""
+    def prompt_and_answer(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens before the assistant's last turn of the `index`-th conversation, and those of the turn; int64."""
         span = self._span(int(self._kept[index]))
         trained, ids = self._trained[span], self._tokens[span].astype(np.int64)
         stop = len(trained) - int(trained[::-1].argmax())
@@ -238,12 +258,12 @@ class ChatRows:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _learnable(self, lengths: np.ndarray) -> np.ndarray:
-        """The conversations that fit and have a token to learn, int64 (N,)."""
+        """The conversations that fit and have a token to learn, as int64 indices (N,)."""
         fits = lengths <= self.row_tokens if self.too_long == "drop" else np.full(len(lengths), True)
         return np.array([index for index in np.flatnonzero(fits).tolist() if self._learned(index).any()], np.int64)
 
     def _learned(self, conversation: int) -> np.ndarray:
-        """Which tokens are labels: the assistant's, but for a first one, which nothing comes before; bool (T,)."""
+        """Which tokens are learned: the assistant's, except the first of all, which nothing predicts; bool (T,)."""
         learned = self._trained[self._span(conversation)].copy()
         learned[:1] = False
         return learned
@@ -256,13 +276,24 @@ class ChatRows:
     def _weights(self) -> np.ndarray:
         return np.array([sum(int(self._learned(at).sum()) for at in row) for row in self._rows], np.int64)
 
-    def _say_what_does_not_fit(self, count: int) -> None:
+    def _warn_about_what_does_not_fit(self, count: int) -> None:
         if self.num_too_long:
-            done = "left out" if self.too_long == "drop" else "cut off"
+            treatment = "left out" if self.too_long == "drop" else "cut off"
             logger.warning(
                 "%d of %d %s conversations are longer than %d tokens and are %s (row_tokens, too_long)",
-                *(self.num_too_long, count, self.folder.name, self.row_tokens, done),
+                *(self.num_too_long, count, self.folder.name, self.row_tokens, treatment),
             )
         empty = count - len(self._kept) - (self.num_too_long if self.too_long == "drop" else 0)
         if empty:
             logger.warning("%d of %d %s conversations have nothing to learn", empty, count, self.folder.name)
+
+
+def _describe(config: ChatConfig) -> str:
+    rows = f"`{config.source}` in rows of {config.row_tokens} tokens of `{config.tokenizer}`"
+    validation = describe_validation(config.validation, config.validation_share, "conversations")
+    return f"Conversations, with loss on the assistant's turns: {rows}; {validation}"
+
+
+register(
+    DataKind(name="chat", config=ChatConfig, open=open_chat, describe=_describe, has_vocabulary=True, can_generate=True)
+)

@@ -1,14 +1,14 @@
-"""From a source's name to its documents: the standard library, files, folders, or a data set of the hub."""
+"""From the name of a source to its documents: the standard library, files, folders, or a data set of the hub."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from blocktrain.data.cache_folder import cache_home
 from blocktrain.data.document import Corpus, Document, Split
-from blocktrain.data.files import Files, files_state, find_files
+from blocktrain.data.files import Files, FileState, files_state, find_files
 from blocktrain.data.hub import HubCorpus, is_hub_name
 from blocktrain.data.records import DOCUMENT_SUFFIXES, RECORD_SUFFIXES, file_documents, file_records
 from blocktrain.data.stdlib import stdlib_files, stdlib_name
@@ -36,18 +36,21 @@ class FileCorpus:
         for file in self.files[split]:
             yield from file_records(file) if self.text_field is None else file_documents(file, self.text_field)
 
-    def state(self) -> list[Any]:
-        """Name, size and time of last change of every file."""
+    def state(self) -> list[FileState]:
+        """Split, name, size and modification time of every file."""
         return files_state(self.files)
 
 
-def open_corpus(source: str, *, text_field: str | None = "text") -> Corpus:
-    """The corpus that `source` names; nothing is read yet but names.
+def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) -> Corpus:
+    """The corpus that `source` names; only file names are read yet.
 
-    `source` is `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
-    `"owner/name:configuration"`. `text_field` is the field of a row that holds the text; None reads
-    rows with all their fields, as JSON, from `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`. Raises
-    `DataError` when there is no such thing.
+    source: `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
+        `"owner/name:configuration"`.
+    text_field: the field of a row that holds the text; None reads rows with all their fields, as JSON, from `.jsonl`,
+        `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`.
+    cache: the folder that a data set of the hub is downloaded into.
+
+    Raises `DataError` when there is no such source.
     """
     if source == "stdlib" and text_field is not None:
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field)
@@ -57,7 +60,7 @@ def open_corpus(source: str, *, text_field: str | None = "text") -> Corpus:
         files = find_files(path, suffixes)
         return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field)
     if is_hub_name(source) and path.suffix not in suffixes:
-        return HubCorpus(source, text_field=text_field)
+        return HubCorpus(source, text_field=text_field, cache=cache)
     raise DataError(
         f"no file or folder '{source}' (looked in '{Path.cwd()}'); give a path, 'stdlib', or a data set of the "
         "Hugging Face hub as 'owner/name'"
@@ -65,8 +68,8 @@ def open_corpus(source: str, *, text_field: str | None = "text") -> Corpus:
 
 
 def read_documents(source: str, *, split: Split = "train", text_field: str = "text") -> Iterator[Document]:
-    """The documents of one split of `source` (see `open_corpus`), in a fixed order, empty ones left out."""
-    corpus = open_corpus(source, text_field=text_field)
+    """The non-empty documents of one split of `source` (see `open_corpus`), in a fixed order."""
+    corpus = open_corpus(source, text_field=text_field, cache=cache_home(None))
     if split not in corpus.splits:
         raise DataError(f"'{source}' has no {split} files, only {', '.join(corpus.splits)}")
     return corpus.documents(split)

@@ -1,4 +1,4 @@
-"""Finding a source's files and the split each belongs to, from names alone.
+"""Finding the files of a source, and from their names the split that each belongs to.
 
 train-00000-of-00003.parquet   TinyStories-train.txt   train/data-00000-of-00001.arrow    -> train
 validation.jsonl   valid.txt   dev.parquet   books-val.txt   validation/0000.parquet      -> validation
@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from blocktrain.data.document import Split
 from blocktrain.errors import DataError
@@ -30,7 +29,7 @@ _WORDS: Mapping[str, Split] = {
     "test": "test",
 }
 _SHARD = re.compile(r"[-_.]\d+-of-\d+.*$")
-# Files that hold data; source code of the same name ("test_order.py") says nothing about a split.
+# Data files; the name of a source file ("test_order.py") says nothing about a split.
 _NAMES_A_SPLIT = frozenset({".txt", ".tokens", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
 
 
@@ -43,10 +42,11 @@ class SourceFile:
 
 
 Files = Mapping[Split, tuple[SourceFile, ...]]
+FileState = list[str | int]  # split, name, size, time of the last modification in nanoseconds
 
 
 def split_of(path: PurePath) -> Split | None:
-    """The split that a file's name says (its first or last word), or else the folder's nearest to it; None for neither.
+    """The split that the first or last word of the file's name says, else the nearest folder's name; else None.
 
     >>> split_of(PurePath("data/train-00000-of-00003.parquet")), split_of(PurePath("wiki.valid.tokens"))
     ('train', 'validation')
@@ -67,9 +67,9 @@ def split_of(path: PurePath) -> Split | None:
 def find_files(source: Path, suffixes: Collection[str]) -> Files:
     """The files of `source` by split, sorted by path.
 
-    A single file is all training data, whatever its name. In a folder (read with its subfolders, hidden ones left
-    out) files without a split's name are training data too, unless some file is named as such: then a README
-    beside `train.parquet` is left out, with a warning. Raises `DataError` when there is nothing to read.
+    A single file is training data, whatever its name. A folder is read with its subfolders, except hidden ones. Its
+    files whose name says no split are training data too, unless another file is named as training data: then they are
+    left out with a warning (a README next to `train.parquet`). Raises `DataError` when there is nothing to read.
     """
     if source.is_file():
         return {"train": (SourceFile(id=source.name, path=source),)}
@@ -80,11 +80,12 @@ def find_files(source: Path, suffixes: Collection[str]) -> Files:
             file = SourceFile(id=name, path=source / relative)
             found.setdefault(split_of(relative), []).append(file)
     if not found:
-        raise DataError(f"folder '{source}' holds no file to read; known endings: {', '.join(sorted(suffixes))}")
+        raise DataError(f"folder '{source}' contains no file to read; known endings: {', '.join(sorted(suffixes))}")
     unnamed = found.pop(None, [])
     if unnamed and "train" in found:
         logger.warning(
-            "'%s': %d files without a split's name left out, '%s' first", source, len(unnamed), unnamed[0].id
+            "'%s': %d files whose name says no split are left out, the first is '%s'",
+            *(source, len(unnamed), unnamed[0].id),
         )
     elif unnamed:
         found["train"] = unnamed
@@ -95,13 +96,13 @@ def _walk(source: Path) -> Iterator[PurePath]:
     for folder, folders, names in os.walk(source, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         for name in names:
-            # "cache-*.arrow" are intermediate results that `datasets` leaves beside the data it saved.
+            # `datasets` leaves intermediate results, "cache-*.arrow", next to the data it saved.
             if not name.startswith(".") and not (name.startswith("cache-") and name.endswith(".arrow")):
                 yield PurePath(folder, name).relative_to(source)
 
 
-def files_state(files: Files) -> list[Any]:
-    """Name, size and time of last change of every file: differs once any of them has changed."""
+def files_state(files: Files) -> list[FileState]:
+    """The state of every file; it differs once any of them has changed."""
     return [
         [split, file.id, status.st_size, status.st_mtime_ns]
         for split, members in sorted(files.items())

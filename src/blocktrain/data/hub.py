@@ -1,14 +1,12 @@
-"""Data sets of the Hugging Face hub, through the optional `datasets` package; code in them is never run."""
+"""Data sets of the Hugging Face hub, through `datasets`, which runs no code that comes with them."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any
 
 from blocktrain.data.document import Document, Split
 from blocktrain.data.files import split_of
@@ -26,25 +24,27 @@ def is_hub_name(source: str) -> bool:
 class HubCorpus:
     """A data set called `owner/name`, or `owner/name:configuration` where it has several.
 
-    It is downloaded whole, once, into the cache of `datasets`. Its name stands for its content: a later revision on
-    the hub is not noticed until the folder it was tokenised into is deleted.
+    It is downloaded whole, once, into `cache/datasets`. The name stands for the content: a later revision on the hub
+    goes unnoticed until the caches made from it are deleted.
     """
 
-    def __init__(self, source: str, *, text_field: str | None):
+    def __init__(self, source: str, *, text_field: str | None, cache: Path):
         self.name = source
         self._path, _, configuration = source.partition(":")
         self._configuration = configuration or None
         self._text_field = text_field
+        self._cache = str(cache / "datasets")
 
     @cached_property
     def _parts(self) -> Mapping[Split, list[str]]:
-        """Each split and the hub's names for its parts (`train_sft` and `train_gen` are both training data)."""
-        datasets = _datasets(self.name)
-        parts: dict[Split, list[str]] = {}
+        """For each split the hub's names of its parts (`train_sft` and `train_gen` are both training data)."""
+        import datasets
+
         try:
-            names = datasets.get_dataset_split_names(self._path, self._configuration)
-        except Exception as error:  # the hub, its client and the data set each have their own kinds
+            names = datasets.get_dataset_split_names(self._path, self._configuration, cache_dir=self._cache)
+        except Exception as error:  # the hub, its client and the data set each raise their own classes
             raise self._unreadable(error) from error
+        parts: dict[Split, list[str]] = {}
         for name in names:
             split = split_of(PurePath(f"{name}.parquet"))
             if split is not None:
@@ -60,22 +60,22 @@ class HubCorpus:
 
     def documents(self, split: Split) -> Iterator[Document]:
         """The rows of `split` as documents: their text field, or all fields as JSON. Ids are `part#row`."""
-        datasets = _datasets(self.name)
+        import datasets
+
         for part in self._parts[split]:
             try:
-                rows = datasets.load_dataset(self._path, self._configuration, split=part)
+                rows = datasets.load_dataset(self._path, self._configuration, split=part, cache_dir=self._cache)
             except Exception as error:  # as above
                 raise self._unreadable(error) from error
-            columns = rows.column_names
             if self._text_field is None:
                 for row, record in enumerate(rows):
                     yield Document(id=f"{part}#{row}", text=json.dumps(record, ensure_ascii=False, default=str))
                 continue
-            if self._text_field not in columns:
-                known = nearest(self._text_field, columns)
+            if self._text_field not in rows.column_names:
+                known = nearest(self._text_field, rows.column_names)
                 raise DataError(f"data set '{self.name}' has no field '{self._text_field}'; {known} (text_field)")
-            for row, record in enumerate(rows.select_columns([self._text_field])):
-                text = require_text(record[self._text_field], self._text_field, f"'{self.name}' {part} row {row}")
+            for row, value in enumerate(rows[self._text_field]):
+                text = require_text(value, self._text_field, f"'{self.name}' {part} row {row}")
                 if text:
                     yield Document(id=f"{part}#{row}", text=text)
 
@@ -84,16 +84,6 @@ class HubCorpus:
 
     def _unreadable(self, error: Exception) -> DataError:
         return DataError(
-            f"'{self.name}' is no file or folder (seen from {Path.cwd()}), and cannot be read as a Hugging Face data "
-            f"set: {first_line(error)}"
+            f"'{self.name}' is not a file or folder (seen from {Path.cwd()}), and cannot be read as a Hugging Face "
+            f"data set: {first_line(error)}"
         )
-
-
-def _datasets(source: str) -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(
-            f"'{source}' is no file or folder (seen from {Path.cwd()}); to read it as a Hugging Face data set, "
-            'pip install "blocktrain[hub]"'
-        ) from error

@@ -1,4 +1,4 @@
-"""Labelled images in parquet files (CIFAR-10, CIFAR-100): decoded once, then read as normalised, augmented batches."""
+"""Labelled images in parquet files (CIFAR-10, CIFAR-100): decoded once, then read as normalized, augmented batches."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from blocktrain.data.augment import crop_and_flip
-from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.data.files import Files, SourceFile, files_state, find_files
-from blocktrain.data.tables import table_batches, table_schema
+from blocktrain.data.kinds import DataKind, TrainingData, register
+from blocktrain.data.tables import table_columns, table_rows
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.units import format_count
 
-# CIFAR-10's, per channel, of pixels in [0, 1].
+# The mean and standard deviation of CIFAR-10 per channel, with pixels in [0, 1].
 MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
@@ -37,8 +37,8 @@ class ImageConfig:
 
     source: a parquet file or a folder of them, with `train*` and `test*` files.
     validation: another source; none: the source's own validation or test files.
-    augment: of training images only.
-    cache: a folder for decoded pixels; none: blocktrain's in the user's cache folder.
+    augment: how training images are augmented; validation images never are.
+    cache: a folder for the decoded pixels; none: blocktrain's folder in the user's cache.
     """
 
     source: str
@@ -51,17 +51,8 @@ class ImageConfig:
             raise ConfigError(f"augment is '{self.augment}'; known: 'crop-flip', 'none'")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageData:
-    """Images to train on, images to validate on, and how many classes there are."""
-
-    train: ImageRows
-    validation: ImageRows
-    num_classes: int
-
-
 class ImageRows:
-    """Decoded images, mapped from disk, with their labels."""
+    """Decoded images, memory-mapped, with their labels."""
 
     def __init__(self, folder: Path, *, augment: Augment = "none", seed: int = 0):
         """Map a folder that `open_images` filled: `pixels.npy`, uint8 (N, H, W, 3), and `labels.npy`, int64 (N,)."""
@@ -83,18 +74,18 @@ class ImageRows:
 
     @property
     def fingerprint(self) -> str:
-        """Names these images: the folder is called by what it was decoded from."""
+        """Names these images; the name of the folder depends on the files that they were decoded from."""
         return f"{self.folder.parent.name}/{self.folder.name}, augment {self.augment}, seed {self._seed}"
 
     def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """One prediction an image: ones, int64 (B,)."""
+        """One prediction per image: ones, int64 (B,)."""
         return np.ones(len(indices), np.int64)
 
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
         """Images `indices` as `pixel_values`, float32 (B, 3, H, W), and their `labels`, int64 (B,).
 
-        `variant` numbers the augmentations of a row: the trainer gives the epoch. Without augmentation every
-        variant is the same.
+        `variant` numbers the augmentations of an image; the trainer passes the epoch. Without augmentation it changes
+        nothing.
         """
         rows = np.asarray(indices, np.int64)
         pixels = self._pixels[rows]
@@ -107,38 +98,45 @@ class ImageRows:
         }
 
 
-def open_images(config: ImageConfig, *, seed: int = 0) -> ImageData:
-    """The images of `config`, decoded now if they are not in the cache yet; `seed` is that of the augmentation.
+def open_images(config: ImageConfig, *, seed: int = 0) -> TrainingData[ImageRows]:
+    """The images of `config`, decoded now if they are not in the cache yet; `seed` decides the augmentation.
 
-    Columns are those of Hugging Face's CIFAR-10 and CIFAR-100: `image` or `img`, and `label` or `fine_label`. Raises
-    `DataError` when files or columns are missing, an image cannot be decoded or differs in size, or a label has no
-    class; `StorageError` when the cache cannot be written.
+    The columns are those of Hugging Face's CIFAR-10 and CIFAR-100: `image` or `img`, and `label` or `fine_label`.
+    Raises `DataError` when files or columns are missing, an image cannot be decoded or differs in size, or a label has
+    no class; `StorageError` when the cache cannot be written.
     """
-    train, validation = _sides(config)
-    home = Path(config.cache).expanduser() if config.cache else default_home()
+    training_files, validation_files = _split_files(config)
 
     def decoded(files: tuple[SourceFile, ...]) -> Path:
         return cached_folder(
-            home,
+            cache_home(config.cache),
             "images",
             key={"format": _FORMAT, "files": [str(file.path.resolve()) for file in files]},
             state=files_state({"train": files}),
             write=lambda folder: _decode(files, folder),
         )
 
-    train_rows = ImageRows(decoded(train), augment=config.augment, seed=seed)
-    validation_rows = ImageRows(decoded(validation))
-    num_classes = int(train_rows.labels.max()) + 1
-    if int(validation_rows.labels.max()) >= num_classes:
+    train = ImageRows(decoded(training_files), augment=config.augment, seed=seed)
+    validation = ImageRows(decoded(validation_files))
+    num_classes = int(train.labels.max()) + 1
+    if int(validation.labels.max()) >= num_classes:
         raise DataError(
-            f"validation images have class {int(validation_rows.labels.max())}, training images only 0 to "
+            f"validation images have class {int(validation.labels.max())}, training images only 0 to "
             f"{num_classes - 1} ('{config.source}')"
         )
-    return ImageData(train=train_rows, validation=validation_rows, num_classes=num_classes)
+    return TrainingData(
+        unit="images",
+        train=train,
+        validation=validation,
+        units_per_row=1,
+        classes=tuple(str(number) for number in range(num_classes)),
+        augmented=config.augment != "none",
+        fingerprint=train.fingerprint,
+    )
 
 
-def _sides(config: ImageConfig) -> tuple[tuple[SourceFile, ...], tuple[SourceFile, ...]]:
-    """Training and validation files, disjoint."""
+def _split_files(config: ImageConfig) -> tuple[tuple[SourceFile, ...], tuple[SourceFile, ...]]:
+    """Training and validation files; the two sets are disjoint."""
     files = _files(config.source)
     if "train" not in files:
         raise DataError(f"'{config.source}' has no training files, only {' and '.join(files)} files")
@@ -148,8 +146,8 @@ def _sides(config: ImageConfig) -> tuple[tuple[SourceFile, ...], tuple[SourceFil
         validation = validation or other.get("train")
     if not validation:
         raise DataError(f"'{config.source}' has no validation or test files; name some with validation")
-    for both in {file.path.resolve() for file in files["train"]} & {file.path.resolve() for file in validation}:
-        raise DataError(f"'{both}' would be in both training and validation data")
+    for shared in {file.path.resolve() for file in files["train"]} & {file.path.resolve() for file in validation}:
+        raise DataError(f"'{shared}' would be in both training and validation data")
     return files["train"], validation
 
 
@@ -161,7 +159,10 @@ def _files(source: str) -> Files:
 
 
 def _decode(files: tuple[SourceFile, ...], folder: Path) -> None:
-    """Write the pixels one by one: growing a file fails with an error on a full disk, a mapped one with a signal."""
+    """Write `pixels.npy` and `labels.npy`, one image after the other.
+
+    The pixels are appended and not written through a memory map, which on a full disk kills the process by a signal.
+    """
     labels: list[int] = []
     size: tuple[int, ...] | None = None
     with (folder / "pixels.npy").open("wb") as file:
@@ -177,9 +178,9 @@ def _decode(files: tuple[SourceFile, ...], folder: Path) -> None:
             file.write(pixels.data)
             labels.append(label)
         if size is None:
-            raise DataError(f"'{files[0].path}' holds no image")
+            raise DataError(f"'{files[0].path}' contains no image")
         file.seek(0)
-        _write_header(file, (len(labels), *size))  # numpy leaves room for the count to grow
+        _write_header(file, (len(labels), *size))  # numpy reserves room in the header for a larger count
     np.save(folder / "labels.npy", np.array(labels, np.int64))
 
 
@@ -187,28 +188,24 @@ def _write_header(file: io.BufferedIOBase, shape: tuple[int, ...]) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
-def _examples(files: tuple[SourceFile, ...]) -> Iterator[tuple[str, Any, Any]]:
+def _examples(files: tuple[SourceFile, ...]) -> Iterator[tuple[str, object, object]]:
+    """The place of each example for an error message, its encoded image, and its label."""
     for file in files:
-        schema = table_schema(file.path)
-        columns = [_first(names, schema, file) for names in (IMAGE_COLUMNS, LABEL_COLUMNS)]
-        row = 0
-        for batch in table_batches(file.path, columns, setting="images"):
-            for image, label in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
-                yield f"'{file.path}' row {row}", image, label
-                row += 1
+        known = table_columns(file.path)
+        image, label = (_first(names, known, file) for names in (IMAGE_COLUMNS, LABEL_COLUMNS))
+        for row, example in enumerate(table_rows(file.path, [image, label])):
+            yield f"'{file.path}' row {row}", example[image], example[label]
 
 
-def _first(names: Sequence[str], schema: pa.Schema, file: SourceFile) -> str:
+def _first(names: Sequence[str], known: Sequence[str], file: SourceFile) -> str:
     for name in names:
-        if name in schema.names:
+        if name in known:
             return name
-    raise DataError(
-        f"'{file.path}' has no column '{names[0]}' (or '{names[1]}'); its columns: {', '.join(schema.names)}"
-    )
+    raise DataError(f"'{file.path}' has no column '{names[0]}' (or '{names[1]}'); its columns: {', '.join(known)}")
 
 
-def _pixels(image: Any, place: str) -> np.ndarray:
-    """One image, uint8 (H, W, 3), from its bytes or Hugging Face's struct of bytes and path."""
+def _pixels(image: object, place: str) -> np.ndarray:
+    """One image, uint8 (H, W, 3), from its encoded bytes or from Hugging Face's struct of bytes and path."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -221,3 +218,14 @@ def _pixels(image: Any, place: str) -> np.ndarray:
             return np.asarray(picture.convert("RGB"))
     except (OSError, ValueError) as error:
         raise DataError(f"{place}: the image cannot be decoded: {error}") from error
+
+
+register(
+    DataKind(
+        name="images",
+        config=ImageConfig,
+        open=open_images,
+        describe=lambda config: f"Images: `{config.source}`.",
+        has_variants=True,
+    )
+)

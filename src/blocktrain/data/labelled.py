@@ -1,4 +1,4 @@
-"""Texts with labels, to fine-tune a classifier on: sentiment, intents."""
+"""Texts with labels, to fine-tune a classifier on, such as sentiment or intents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.data.document import Document
+from blocktrain.data.kinds import DataKind, TrainingData, register
 from blocktrain.data.records import record_of, require_text
-from blocktrain.data.splits import open_sources, splits
+from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
 from blocktrain.runtime import permutation
@@ -23,7 +24,7 @@ from blocktrain.units import format_count
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-_AT_ONCE = 1024  # texts handed to the tokenizer
+_TEXTS_PER_BATCH = 1024  # passed to the tokenizer at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,13 @@ class LabelledConfig:
     source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
         hub.
     validation: another source; none: the source's own validation or test split, else a share of it.
-    validation_share: of the texts, where there is no such split.
+    validation_share: the share of the texts that is held out where there is no such split.
     text_field: the field of a row that holds the text.
     label_field: the field whose values, text or whole numbers, are the classes.
     tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
-    row_tokens: tokens in a row; longer texts are cut.
-    max_documents: read only so many of each source.
-    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    row_tokens: tokens in a row; longer texts are cut off.
+    max_documents: read at most this many texts of each source.
+    cache: a folder for the tokens; none: blocktrain's folder in the user's cache.
     """
 
     source: str
@@ -61,24 +62,17 @@ class LabelledConfig:
             raise ConfigError(f"max_documents is {self.max_documents}; it must be at least 1, or left out for all")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledData:
-    """Texts to train on, texts to validate on, the names of the classes, and the tokenizer."""
-
-    train: LabelledRows
-    validation: LabelledRows
-    classes: tuple[str, ...]
-    tokenizer: Tokenizer
-
-
-def open_labelled(config: LabelledConfig) -> LabelledData:
-    """The texts of `config`, tokenised now if they are not in the cache yet. Classes are those of the training texts.
+def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[LabelledRows]:
+    """The texts of `config`, tokenized now if they are not in the cache yet. The classes are those of the training
+    texts. No seed matters.
 
     Raises `DataError` when data or fields are missing, or a validation text has a class that no training text has;
     `StorageError` when the cache cannot be written.
     """
+    del seed
     tokenizer = load_tokenizer(config.tokenizer)
-    corpora = open_sources(config.source, config.validation, text_field=None)
+    home = cache_home(config.cache)
+    corpora = open_sources(config.source, config.validation, text_field=None, cache=home)
     key = {
         "format": _FORMAT,
         "corpora": [corpus.name for corpus in corpora],
@@ -89,9 +83,9 @@ def open_labelled(config: LabelledConfig) -> LabelledData:
     }
 
     def write(folder: Path) -> None:
-        train, validation = splits(corpora, share=config.validation_share, limit=config.max_documents)
+        train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
         labels = _encode(train, config, tokenizer, folder / "train")
-        others = _encode(_mixed(validation), config, tokenizer, folder / "validation")
+        others = _encode(_shuffled(validation), config, tokenizer, folder / "validation")
         classes = _sorted(set(labels))
         if unknown := sorted(set(others) - set(classes)):
             raise DataError(f"validation texts have the class '{unknown[0]}', which no training text has")
@@ -100,36 +94,45 @@ def open_labelled(config: LabelledConfig) -> LabelledData:
             np.save(folder / name / "labels.npy", np.array([numbers[value] for value in values], np.int64))
         (folder / "classes.json").write_text(json.dumps(classes))
 
-    home = Path(config.cache).expanduser() if config.cache else default_home()
     folder = cached_folder(home, "labelled", key=key, state=[corpus.state() for corpus in corpora], write=write)
+    pad = padding_token(tokenizer)
     train, validation = (
-        LabelledRows(folder / name, row_tokens=config.row_tokens, pad=padding_token(tokenizer))
-        for name in ("train", "validation")
+        LabelledRows(folder / name, row_tokens=config.row_tokens, pad=pad) for name in ("train", "validation")
     )
-    classes = tuple(json.loads((folder / "classes.json").read_text()))
-    return LabelledData(train=train, validation=validation, classes=classes, tokenizer=tokenizer)
+    return TrainingData(
+        unit="texts",
+        train=train,
+        validation=validation,
+        units_per_row=1,
+        row_tokens=config.row_tokens,
+        classes=tuple(json.loads((folder / "classes.json").read_text())),
+        pad_token=pad,
+        fingerprint=train.fingerprint,
+        tokenizer=tokenizer,
+    )
 
 
 def padding_token(tokenizer: Tokenizer) -> int:
-    """The id that fills texts up: the tokenizer's own, or its end of a text."""
+    """The id that fills up texts: the tokenizer's padding token, or its end-of-text token where it has none."""
     pad = tokenizer.pretrained.pad_token_id
     return pad if isinstance(pad, int) else tokenizer.eos
 
 
-def _mixed(documents: Iterable[Document]) -> list[Document]:
-    """In a random order, always the same: an evaluation takes the first rows, and many files are sorted by class."""
-    kept = list(documents)
-    return [kept[index] for index in permutation(len(kept), 0)]
+def _shuffled(documents: Iterable[Document]) -> list[Document]:
+    """In a fixed random order: an evaluation takes the first rows, and many files are sorted by class."""
+    in_file_order = list(documents)
+    return [in_file_order[index] for index in permutation(len(in_file_order), 0)]
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Numbers by value, names by alphabet."""
+    """Numbers sorted by value, other names alphabetically."""
     names = sorted(names)
     return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
 
 
 def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """tokens.bin, uint32, all texts end to end with the special tokens an encoder wants; starts.npy. Returns labels."""
+    """Write all texts end to end, with the special tokens that an encoder expects: `tokens.bin`, uint32, and
+    `starts.npy`, int64, where each text begins and the last one ends. Returns the labels."""
     folder.mkdir()
     starts, labels, texts = [0], [], []
 
@@ -144,7 +147,7 @@ def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: To
             text, label = _fields(document, config)
             texts.append(text)
             labels.append(label)
-            if len(texts) == _AT_ONCE:
+            if len(texts) == _TEXTS_PER_BATCH:
                 flush()
         flush()
     np.save(folder / "starts.npy", np.array(starts, np.int64))
@@ -163,11 +166,13 @@ def _fields(document: Document, config: LabelledConfig) -> tuple[str, str]:
 
 
 class LabelledRows:
-    """Texts as rows of `row_tokens` tokens, cut or filled up, with their classes."""
+    """Texts as rows of `row_tokens` tokens, cut off or padded, with their classes."""
 
     def __init__(self, folder: Path, *, row_tokens: int, pad: int):
-        """Map a folder that `open_labelled` filled; raises `DataError` if it is damaged. Cut texts are counted and
-        said once, in the log."""
+        """Map a folder that `open_labelled` filled, and warn once about texts that are cut off.
+
+        pad: the token that fills up a row. Raises `DataError` if the folder is damaged.
+        """
         self.folder = folder
         self.row_tokens = row_tokens
         self._pad = pad
@@ -192,17 +197,17 @@ class LabelledRows:
 
     @property
     def fingerprint(self) -> str:
-        """Names these rows: the folder is called by what its tokens were made from."""
+        """Names these rows; the name of the folder depends on everything that its tokens were made from."""
         return f"{self.folder.parent.parent.name}/{self.folder.parent.name} in rows of {self.row_tokens}"
 
     def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """One prediction a text: ones, int64 (B,)."""
+        """One prediction per text: ones, int64 (B,)."""
         return np.ones(len(indices), np.int64)
 
     def batch(self, indices: Sequence[int] | np.ndarray, *, variant: int = 0) -> dict[str, torch.Tensor]:
         """Texts `indices` as `input_ids` and `attention_mask`, int64 (B, T), and their classes, `labels`, int64 (B,).
 
-        Every `variant` is the same.
+        Texts are not augmented, so `variant` changes nothing.
         """
         del variant
         shape = (len(indices), self.row_tokens)
@@ -214,3 +219,12 @@ class LabelledRows:
             mask[row, :length] = 1
         labels = torch.from_numpy(self.labels[np.asarray(indices, np.int64)])
         return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), "labels": labels}
+
+
+def _describe(config: LabelledConfig) -> str:
+    rows = f"`{config.source}` in rows of {config.row_tokens} tokens of `{config.tokenizer}`"
+    validation = describe_validation(config.validation, config.validation_share, "texts")
+    return f"Texts by `{config.label_field}`: {rows}; {validation}"
+
+
+register(DataKind(name="labelled", config=LabelledConfig, open=open_labelled, describe=_describe))

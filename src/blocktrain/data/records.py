@@ -1,4 +1,8 @@
-"""Reading one file of any known format as documents, or as records: rows of named fields."""
+"""Reading one file of any known format as documents, or as records: rows of named fields.
+
+Text, JSON and separated values are read here and not by `datasets`, whose readers change their content and do not say
+which line of the file is wrong; docs/decisions/0018-datasets-library.md shows how.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 
 from blocktrain.data.document import Document
 from blocktrain.data.files import SourceFile
-from blocktrain.data.tables import TABLE_SUFFIXES, table_batches, table_schema
+from blocktrain.data.tables import TABLE_SUFFIXES, table_rows
 from blocktrain.errors import DataError, nearest
 
 # One document per file.
@@ -23,15 +27,17 @@ DOCUMENT_SUFFIXES = TEXT_SUFFIXES | TABLE_SUFFIXES | {".jsonl"}
 # Rows of named fields.
 RECORD_SUFFIXES = TABLE_SUFFIXES | {".jsonl", ".json", ".csv", ".tsv"}
 
+Record = dict[str, Any]  # the fields of a row, of any JSON type
+
 
 def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """The documents of `file` that are not empty; a file of unknown ending is read as one text."""
+    """The non-empty documents of `file`; a file with an unknown ending is read as one text."""
     try:
         match file.path.suffix:
             case ".jsonl":
-                rows = _json_rows(file.path, text_field)
+                rows = _json_texts(file.path, text_field)
             case ".parquet" | ".arrow":
-                rows = _table_rows(file.path, text_field)
+                rows = _table_texts(file.path, text_field)
             case _:
                 text = decode(file.path.read_bytes(), f"'{file.path}'")
                 rows = iter(())
@@ -44,21 +50,6 @@ def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
         raise DataError(f"cannot read '{file.path}': {error.strerror or error}") from error
 
 
-def decode(data: bytes, place: str) -> str:
-    """`data` as UTF-8; raises `DataError` naming the first bad byte."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8 (byte {error.start:,}); convert it, or leave it out") from error
-
-
-def require_text(value: object, field: str, place: str) -> str:
-    """`value` if it is text; raises `DataError` for null, numbers, lists."""
-    if not isinstance(value, str):
-        raise DataError(f"{place}: field '{field}' is {type(value).__name__}, not text")
-    return value
-
-
 def file_records(file: SourceFile) -> Iterator[Document]:
     """The rows of `file` with all their fields, each as a document whose text is a JSON object."""
     try:
@@ -68,67 +59,60 @@ def file_records(file: SourceFile) -> Iterator[Document]:
         raise DataError(f"cannot read '{file.path}': {error.strerror or error}") from error
 
 
-def record_of(document: Document) -> dict[str, Any]:
-    """The fields of a row that `file_records` gave."""
+def record_of(document: Document) -> Record:
+    """The fields of a row that `file_records` returned."""
     try:
         return json.loads(document.text)
-    except ValueError:  # the one document of a source, cut in two to hold a part of it out
+    except ValueError:  # the only document of a source, which was cut in two to hold out a part of it
         raise DataError(
             f"'{document.id}': a single row cannot be divided into training and validation data; name other rows with "
             "validation"
         ) from None
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    match path.suffix:
-        case ".jsonl":
-            yield from _json_records(path)
-        case ".json":
-            yield from enumerate(_json_list(path))
-        case ".csv" | ".tsv":
-            yield from enumerate(_separated(path, "," if path.suffix == ".csv" else "\t"))
-        case ".parquet" | ".arrow":
-            batches = table_batches(path, table_schema(path).names, setting="source")
-            yield from enumerate(record for batch in batches for record in batch.to_pylist())
-        case _:
-            raise DataError(f"'{path}' has no rows of fields; known endings: {', '.join(sorted(RECORD_SUFFIXES))}")
-
-
-def _json_list(path: Path) -> list[dict[str, Any]]:
+def decode(data: bytes, place: str) -> str:
+    """`data` as UTF-8; raises `DataError` naming the first invalid byte."""
     try:
-        records = json.loads(decode(path.read_bytes(), f"'{path}'"))
-    except ValueError as error:
-        raise DataError(f"'{path}' is not JSON: {error}") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise DataError(f"'{path}' must be one JSON list of objects; one object a line belongs into a .jsonl file")
-    return records
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not UTF-8 (byte {error.start:,}); convert it, or leave it out") from error
 
 
-def _separated(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    """Rows under a line of names. Tab-separated files have no quoting (GLUE's hold lone quotation marks)."""
-    text = io.StringIO(decode(path.read_bytes(), f"'{path}'").removeprefix("\ufeff"), newline="")
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    rows = csv.DictReader(text, delimiter=delimiter, quoting=quoting)
-    try:
-        for record in rows:
-            if None in record or None in record.values():
-                raise DataError(
-                    f"'{path}' line {rows.line_num} has not the {len(rows.fieldnames or ())} fields named above"
-                )
-            yield record
-    except csv.Error as error:
-        raise DataError(f"'{path}' line {rows.line_num}: {error}") from error
+def require_text(value: object, field: str, place: str) -> str:
+    """`value` if it is text; raises `DataError` for null, numbers and lists."""
+    if not isinstance(value, str):
+        raise DataError(f"{place}: field '{field}' is {type(value).__name__}, not text")
+    return value
 
 
-def _json_rows(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    for row, record in _json_records(path):
+def _table_texts(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+    for row, record in enumerate(table_rows(path, [text_field], setting="text_field")):
+        yield row, require_text(record[text_field], text_field, f"'{path}' row {row}")
+
+
+def _json_texts(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
+    for row, record in _json_lines(path):
         place = f"'{path}' line {row + 1}"
         if text_field not in record:
             raise DataError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
         yield row, require_text(record[text_field], text_field, place)
 
 
-def _json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[int, Record]]:
+    match path.suffix:
+        case ".jsonl":
+            yield from _json_lines(path)
+        case ".json":
+            yield from enumerate(_json_list(path))
+        case ".csv" | ".tsv":
+            yield from enumerate(_separated(path, "," if path.suffix == ".csv" else "\t"))
+        case ".parquet" | ".arrow":
+            yield from enumerate(table_rows(path))
+        case _:
+            raise DataError(f"'{path}' has no rows of fields; known endings: {', '.join(sorted(RECORD_SUFFIXES))}")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
     with path.open("rb") as lines:
         for row, line in enumerate(lines):
             if not line.strip():
@@ -143,9 +127,28 @@ def _json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield row, record
 
 
-def _table_rows(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    row = 0
-    for batch in table_batches(path, [text_field], setting="text_field"):
-        for value in batch.column(0):
-            yield row, require_text(value.as_py(), text_field, f"'{path}' row {row}")
-            row += 1
+def _json_list(path: Path) -> list[Record]:
+    try:
+        records = json.loads(decode(path.read_bytes(), f"'{path}'"))
+    except ValueError as error:
+        raise DataError(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise DataError(f"'{path}' must be one JSON list of objects; one object per line belongs in a .jsonl file")
+    return records
+
+
+def _separated(path: Path, delimiter: str) -> Iterator[Record]:
+    """Rows below a line of names. Tab-separated files have no quoting (GLUE's contain lone quotation marks)."""
+    text = io.StringIO(decode(path.read_bytes(), f"'{path}'").removeprefix("\ufeff"), newline="")
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    rows = csv.DictReader(text, delimiter=delimiter, quoting=quoting)
+    try:
+        for record in rows:
+            if None in record or None in record.values():
+                raise DataError(
+                    f"'{path}' line {rows.line_num} does not have the {len(rows.fieldnames or ())} fields that the "
+                    "first line names"
+                )
+            yield record
+    except csv.Error as error:
+        raise DataError(f"'{path}' line {rows.line_num}: {error}") from error

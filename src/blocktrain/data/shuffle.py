@@ -1,8 +1,9 @@
-"""The order in which rows are seen: a pure function of the seed and an integer position, all a checkpoint needs.
+"""The order in which rows are seen: a pure function of the seed and of an integer position, so a checkpoint stores only
+the position.
 
 position     0 ........ n-1 | n ....... 2n-1 | 2n ...
-rows         permutation 0  | permutation 1  | permutation 2 ...     (n rows, each once an epoch)
-one step     [ rank 0 | rank 1 | ... ]   `share` of the step's rows
+rows         permutation 0  | permutation 1  | permutation 2 ...     (n rows, each once per epoch)
+one step     [ rank 0 | rank 1 | ... ]   `rank_share` of the rows of the step
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from blocktrain.runtime import permutation
 
 
 class ShuffledRows:
-    """An endless stream of row indices, one seeded permutation after another, with access to any place in it."""
+    """An endless stream of row indices, one seeded permutation after another, with random access."""
 
     def __init__(self, num_rows: int, *, seed: int):
-        """An order of rows [0, num_rows); raises `DataError` if there are none."""
+        """Shuffle rows [0, num_rows); raises `DataError` if there are none."""
         if num_rows < 1:
-            raise DataError("there are no rows to put in order")
+            raise DataError("there are no rows to shuffle")
         self.num_rows = num_rows
         self.seed = seed
-        self._permutations: dict[int, np.ndarray] = {}  # of two epochs at most: 16 bytes a row
+        self._permutations: dict[int, np.ndarray] = {}  # at most two epochs: 16 bytes per row
 
     def epoch(self, position: int) -> int:
-        """How often every row has been seen before `position`."""
+        """How many times every row has been seen before `position`."""
         return position // self.num_rows
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The rows at positions [start, stop), int64 (stop - start,)."""
         if not 0 <= start <= stop:
-            raise ValueError(f"positions [{start}, {stop}) are not a range from 0 on")
+            raise ValueError(f"[{start}, {stop}) is not a range of positions")
         pieces = [np.empty(0, np.int64)]
         while start < stop:
             epoch, place = divmod(start, self.num_rows)
@@ -47,16 +48,18 @@ class ShuffledRows:
         return self._permutations[epoch]
 
 
-def share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
-    """The part of a step's rows that `rank` of `world_size` works on: even, contiguous, in rank order.
+def rank_share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
+    """The part of a step's rows that `rank` of `world_size` works on: equal, contiguous parts in the order of ranks.
 
-    >>> share(np.arange(6), rank=1, world_size=3)
+    Raises `ConfigError` if the rows cannot be divided equally.
+
+    >>> rank_share(np.arange(6), rank=1, world_size=3)
     array([2, 3])
     """
     count, rest = divmod(len(indices), world_size)
     if rest:
         raise ConfigError(
-            f"{len(indices)} rows a step cannot be shared evenly by {world_size} ranks; make it a multiple of "
+            f"{len(indices)} rows per step cannot be divided equally among {world_size} ranks; make it a multiple of "
             f"{world_size}, for example {(count + 1) * world_size}"
         )
     return indices[rank * count : (rank + 1) * count]

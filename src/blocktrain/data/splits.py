@@ -1,9 +1,10 @@
-"""Training and validation documents of one source or two, never the same ones."""
+"""Training and validation documents of one or two sources; the two sets are disjoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from blocktrain.data.corpus import FileCorpus, open_corpus
 from blocktrain.data.document import Corpus, Document, Split
@@ -11,38 +12,49 @@ from blocktrain.data.holdout import hold_out
 from blocktrain.errors import DataError
 
 
-def open_sources(source: str, validation: str | None, *, text_field: str | None) -> list[Corpus]:
-    """The corpora to train on and to validate on, one where `validation` is None; raises `DataError` if they overlap.
+def open_sources(source: str, validation: str | None, *, text_field: str | None, cache: Path) -> list[Corpus]:
+    """The corpus to train on and the corpus to validate on; a single one where `validation` is None.
 
-    text_field: see `open_corpus`.
+    text_field, cache: see `open_corpus`. Raises `DataError` if the two overlap.
     """
     names = [source] if validation is None else [source, validation]
-    corpora = [open_corpus(name, text_field=text_field) for name in names]
+    corpora = [open_corpus(name, text_field=text_field, cache=cache) for name in names]
     if len(corpora) == 2:
         _require_disjoint(names, corpora)
     return corpora
 
 
-def splits(corpora: list[Corpus], *, share: float, limit: int | None) -> tuple[Iterator[Document], Iterator[Document]]:
-    """Training and validation documents, `limit` of each at most; `share` of them is held out where no corpus says
-    which are for validation. Reading on where there are none raises `DataError`."""
+def training_and_validation(
+    corpora: list[Corpus], *, share: float, limit: int | None
+) -> tuple[Iterator[Document], Iterator[Document]]:
+    """Training and validation documents, at most `limit` of each.
+
+    A `share` of the training documents is held out where no corpus has a validation or test split. An iterator that
+    finds no document raises `DataError` at its end.
+    """
     corpus, other = corpora[0], corpora[-1]
     if "train" not in corpus.splits:
         raise DataError(f"'{corpus.name}' has no training data, only {' and '.join(corpus.splits)} data")
-    held_out = _held_out_split(other)
-    if held_out is None and other is corpus:
+    validation_split = _validation_split(other)
+    if validation_split is None and other is corpus:
         train, validation = hold_out(lambda: islice(corpus.documents("train"), limit), share)
     else:
         train = islice(corpus.documents("train"), limit)
-        validation = islice(other.documents(held_out or "train"), limit)
+        validation = islice(other.documents(validation_split or "train"), limit)
     return (
-        _some(train, f"'{corpus.name}' holds no text to train on"),
-        _some(validation, f"'{other.name}' holds no text for validation"),
+        _require_any(train, f"'{corpus.name}' holds no text to train on"),
+        _require_any(validation, f"'{other.name}' holds no text for validation"),
     )
 
 
-def _held_out_split(corpus: Corpus) -> Split | None:
-    """The test split serves only where there is no validation split: choices made on it would spoil it."""
+def describe_validation(validation: str | None, share: float, unit: str) -> str:
+    """The end of a model card's sentence about its data."""
+    held_out = f"`{validation}`" if validation else f"{share:.1%} of the {unit}"
+    return f"validation on {held_out} or the data set's own validation split."
+
+
+def _validation_split(corpus: Corpus) -> Split | None:
+    """The test split is used only where there is no validation split: choices made on it would spoil it."""
     for split in ("validation", "test"):
         if split in corpus.splits:
             return split
@@ -50,22 +62,22 @@ def _held_out_split(corpus: Corpus) -> Split | None:
 
 
 def _require_disjoint(names: list[str], corpora: list[Corpus]) -> None:
-    """Two sources may be folders that overlap."""
+    """Raise `DataError` if the two corpora share a file (they may be folders that overlap) or are one data set."""
     train, other = corpora
     if isinstance(train, FileCorpus) and isinstance(other, FileCorpus):
-        read = {file.path.resolve() for file in train.files.get("train", ())}
-        for file in other.files[_held_out_split(other) or "train"]:
-            if file.path.resolve() in read:
+        training_files = {file.path.resolve() for file in train.files.get("train", ())}
+        for file in other.files[_validation_split(other) or "train"]:
+            if file.path.resolve() in training_files:
                 raise DataError(
                     f"'{file.path}' would be in both source '{names[0]}' and validation '{names[1]}'; "
                     "leave validation out to hold out a share of the source"
                 )
-    elif train.name == other.name and _held_out_split(other) is None:
+    elif train.name == other.name and _validation_split(other) is None:
         raise DataError(f"source and validation are both '{train.name}', which has no validation split")
 
 
-def _some(documents: Iterable[Document], otherwise: str) -> Iterator[Document]:
-    """The same documents; raises `DataError` once it turns out that there are none."""
+def _require_any(documents: Iterable[Document], otherwise: str) -> Iterator[Document]:
+    """Pass `documents` on; raise `DataError` at the end if there were none."""
     empty = True
     for document in documents:
         empty = False

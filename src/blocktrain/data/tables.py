@@ -1,61 +1,63 @@
-"""Reading columns of parquet and Arrow files, a few hundred rows at a time."""
+"""Reading parquet and Arrow files through `datasets`, a few hundred rows at a time and without a copy on the disk."""
 
 from __future__ import annotations
 
+import glob
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from blocktrain.errors import DataError, first_line, nearest
 
-TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})  # `.arrow` is what `datasets.save_to_disk` writes
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})  # Arrow's file format, and the stream format of `save_to_disk`
 
 _ROWS_PER_READ = 256  # a row may be a whole book
 
 
-def table_schema(path: Path) -> pa.Schema:
-    """The names and types of the columns of `path`; raises `DataError` if it is no table."""
-    with _table_errors(path):
-        if path.suffix == ".parquet":
-            return pq.read_schema(path)
-        with pa.memory_map(str(path)) as file:
-            return _arrow_reader(file).schema
+def table_columns(path: Path) -> list[str]:
+    """The names of the columns of `path`; raises `DataError` if it is not a table."""
+    with _open(path) as rows:
+        return rows.column_names or []
 
 
-def table_batches(path: Path, columns: Sequence[str], *, setting: str) -> Iterator[pa.RecordBatch]:
-    """The rows of `columns`, in order; `setting` is what the user would change where a column is missing."""
-    names = table_schema(path).names
-    for column in columns:
-        if column not in names:
-            raise DataError(f"'{path}' has no column '{column}'; {nearest(column, names)} ({setting})")
-    with _table_errors(path):
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as table:
-                yield from table.iter_batches(batch_size=_ROWS_PER_READ, columns=list(columns), use_threads=False)
-        else:
-            with pa.memory_map(str(path)) as file:
-                reader = _arrow_reader(file)
-                if isinstance(reader, pa.RecordBatchFileReader):
-                    batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-                else:
-                    batches = iter(reader)
-                for batch in batches:
-                    yield batch.select(list(columns))
+def table_rows(path: Path, columns: Sequence[str] | None = None, *, setting: str = "") -> Iterator[dict[str, Any]]:
+    """The rows of `path`, in order, with the given columns or with all of them; images and audio stay undecoded.
 
-
-def _arrow_reader(file: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
-    """`datasets` writes Arrow's stream format, most others its file format, which begins with a signature."""
-    signature = file.read(6)
-    file.seek(0)
-    return pa.ipc.open_file(file) if signature == b"ARROW1" else pa.ipc.open_stream(file)
+    Raises `DataError` if the file is damaged or a column is missing; `setting` is the configuration key that names it.
+    """
+    if columns is not None:
+        known = table_columns(path)
+        for column in columns:
+            if column not in known:
+                raise DataError(f"'{path}' has no column '{column}'; {nearest(column, known)} ({setting})")
+    with _open(path, columns) as rows:
+        yield from rows
 
 
 @contextmanager
-def _table_errors(path: Path) -> Iterator[None]:
+def _open(path: Path, columns: Sequence[str] | None = None) -> Iterator[IterableDataset]:
+    """The rows as `datasets` streams them; it puts a lock file into its cache, so that gets a folder of its own."""
+    from datasets import load_dataset  # takes half a second
+
+    # Only the parquet reader can leave columns unread, and its default batch is a whole row group.
+    parquet = {"columns": columns and list(columns), "batch_size": _ROWS_PER_READ}
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
+            rows = load_dataset(
+                path.suffix.removeprefix("."),
+                data_files=[glob.escape(str(path.absolute()))],
+                split="train",
+                streaming=True,
+                cache_dir=scratch,
+                **(parquet if path.suffix == ".parquet" else {}),
+            ).decode(False)
+            yield rows if columns is None else rows.select_columns(list(columns))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"'{path}' cannot be read as a {path.suffix} table: {first_line(error)}") from error

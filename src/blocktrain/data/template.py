@@ -1,11 +1,11 @@
-"""Conversations as tokens, and which of them the assistant wrote: only those are learned.
+"""Conversations as tokens, and which of the tokens the assistant wrote: only those are learned.
 
     user:\nWhat is 1 + 1?\nassistant:\n2<eos>          the default template
     .................................| 1  1          trained
 
-The template is the tokenizer's own, rendered by `transformers`. Where it marks the assistant's turns
-(`{% generation %}`) the marks decide; where it does not, each turn is what the conversation grows by when the turn is
-added, and a template that rewrites what was there before is refused.
+The template is the tokenizer's own and is rendered by `transformers`. If it marks the assistant's turns
+(`{% generation %}`), the marks decide. If not, a turn consists of the tokens by which the rendered conversation grows
+when the turn is added; a template that rewrites earlier tokens is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blocktrain.data.conversation import Message
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, first_line
 
-# For tokenizers that bring none: roles as words, and the end-of-text token after each answer.
+# For tokenizers without a template: roles as words, and the end-of-text token after each answer.
 DEFAULT = """\
 {{ bos_token if bos_token else '' }}\
 {%- for message in messages %}\
@@ -32,15 +32,15 @@ DEFAULT = """\
 {%- endfor %}\
 {%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
 
-_QUIET = {"verbose": False}  # a conversation longer than the model is told of once, by its rows
+_QUIET = {"verbose": False}  # ChatRows warns once about conversations that are too long
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A tokenizer with its template; the tokenizer is saved with the template it was trained with."""
+    """A tokenizer with its chat template. The template is set on the tokenizer, so that an export contains it."""
 
     def __init__(self, tokenizer: Tokenizer, path: str | None = None):
-        """path: a Jinja file to use instead of the tokenizer's own template."""
+        """path: a Jinja file to use instead of the tokenizer's template; raises `ConfigError` if it cannot be read."""
         self._pretrained: Any = tokenizer.pretrained
         if path is not None:
             try:
@@ -54,7 +54,10 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(f"{tokenizer.fingerprint} {text}".encode()).hexdigest()[:16]
 
     def encode(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, int64 (T,), and whether each is the assistant's, bool (T,)."""
+        """Token ids, int64 (T,), and whether the assistant wrote each, bool (T,).
+
+        Raises `DataError`, naming `place`, if the template refuses the conversation.
+        """
         try:
             if self._marks:
                 rendered = self._pretrained.apply_chat_template(
@@ -64,7 +67,7 @@ class ChatTemplate:
             return self._by_growth(messages, place)
         except DataError:
             raise
-        except Exception as error:  # a template raises what it likes, Jinja's errors among others
+        except Exception as error:  # a template raises any class, Jinja's errors among others
             raise DataError(f"{place}: the chat template refuses this conversation: {first_line(error)}") from error
 
     def _by_growth(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
@@ -74,16 +77,16 @@ class ChatTemplate:
             if message["role"] == "assistant":
                 before = self._ids(messages[:turn], prompt=True)
                 until = self._ids(messages[: turn + 1])
-                if not (_begins(until, before) and _begins(ids, until)):
+                if not (_starts_with(until, before) and _starts_with(ids, until)):
                     raise DataError(
                         f"{place}: the chat template rewrites what comes before message {turn + 1}, so the assistant's "
-                        "tokens cannot be told; mark them in a template of your own with {% generation %}"
+                        "tokens cannot be found; mark them with {% generation %} in a template of your own"
                     )
                 trained[len(before) : len(until)] = True
         return ids, trained
 
     def _ids(self, messages: list[Message], *, prompt: bool = False) -> np.ndarray:
-        if not messages:  # a conversation that the assistant opens
+        if not messages:  # the assistant has the first turn
             return np.empty(0, np.int64)
         rendered = self._pretrained.apply_chat_template(
             messages, add_generation_prompt=prompt, return_dict=True, tokenizer_kwargs=_QUIET
@@ -91,5 +94,5 @@ class ChatTemplate:
         return np.array(rendered["input_ids"])
 
 
-def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
+def _starts_with(whole: np.ndarray, part: np.ndarray) -> bool:
     return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())

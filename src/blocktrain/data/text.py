@@ -1,15 +1,16 @@
-"""From a text configuration to training and validation rows."""
+"""Running text: documents tokenized end to end, in rows of equal length, every token of which is predicted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.data.cachefolder import cached_folder, default_home
-from blocktrain.data.splits import open_sources, splits
+from blocktrain.data.cache_folder import cache_home, cached_folder
+from blocktrain.data.kinds import DataKind, TrainingData, register
+from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.token_rows import TokenRows
-from blocktrain.data.tokenize import FORMAT, pack
-from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
+from blocktrain.data.tokenize import FORMAT, tokenize_documents
+from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import ConfigError
 
 
@@ -19,12 +20,12 @@ class TextConfig:
 
     source: "stdlib" (the Python files of this interpreter), a file, a folder, or "owner/name" on the Hugging Face hub.
     validation: another source; none: the source's own validation or test split, else a share of it.
-    validation_share: of the documents, where there is no such split.
+    validation_share: the share of the documents that is held out where there is no such split.
     text_field: the field of a .jsonl, .parquet or .arrow row that holds the text.
     tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
     row_tokens: tokens in a row.
-    max_documents: read only so many of each source.
-    cache: a folder for the tokens; none: blocktrain's in the user's cache folder.
+    max_documents: read at most this many documents of each source.
+    cache: a folder for the tokens; none: blocktrain's folder in the user's cache.
     """
 
     source: str = "stdlib"
@@ -45,23 +46,16 @@ class TextConfig:
             raise ConfigError(f"max_documents is {self.max_documents}; it must be at least 1, or left out for all")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextData:
-    """Rows to train on, rows to validate on (never the same documents), and the tokenizer that made both."""
+def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
+    """The rows of `config`; the text is tokenized now if its tokens are not in the cache yet. No seed matters.
 
-    train: TokenRows
-    validation: TokenRows
-    tokenizer: Tokenizer
-
-
-def open_text(config: TextConfig) -> TextData:
-    """The rows of `config`, tokenised now if they are not in the cache yet.
-
-    Raises `DataError` when data are missing, empty, not readable as asked, or less than one row; `StorageError` when
-    the cache cannot be written.
+    Raises `DataError` when data are missing, empty, unreadable, or less than one row; `StorageError` when the cache
+    cannot be written.
     """
+    del seed
     tokenizer = load_tokenizer(config.tokenizer)
-    corpora = open_sources(config.source, config.validation, text_field=config.text_field)
+    home = cache_home(config.cache)
+    corpora = open_sources(config.source, config.validation, text_field=config.text_field, cache=home)
     key = {
         "format": FORMAT,
         "corpora": [corpus.name for corpus in corpora],
@@ -72,14 +66,28 @@ def open_text(config: TextConfig) -> TextData:
     }
 
     def write(folder: Path) -> None:
-        train, validation = splits(corpora, share=config.validation_share, limit=config.max_documents)
-        pack(train, tokenizer, folder / "train")
-        pack(validation, tokenizer, folder / "validation")
+        train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
+        tokenize_documents(train, tokenizer, folder / "train")
+        tokenize_documents(validation, tokenizer, folder / "validation")
 
-    home = Path(config.cache).expanduser() if config.cache else default_home()
     folder = cached_folder(home, "text", key=key, state=[corpus.state() for corpus in corpora], write=write)
-    return TextData(
-        train=TokenRows.open(folder / "train", row_tokens=config.row_tokens),
-        validation=TokenRows.open(folder / "validation", row_tokens=config.row_tokens),
+    train = TokenRows.open(folder / "train", row_tokens=config.row_tokens)
+    validation = TokenRows.open(folder / "validation", row_tokens=config.row_tokens)
+    return TrainingData(
+        unit="tokens",
+        train=train,
+        validation=validation,
+        units_per_row=config.row_tokens,
+        row_tokens=config.row_tokens,
+        bytes_per_token=validation.bytes_per_token,
+        fingerprint=train.fingerprint,
         tokenizer=tokenizer,
     )
+
+
+def _describe(config: TextConfig) -> str:
+    rows = f"`{config.source}` in rows of {config.row_tokens} tokens of `{config.tokenizer}`"
+    return f"Text: {rows}; {describe_validation(config.validation, config.validation_share, 'documents')}"
+
+
+register(DataKind(name="text", config=TextConfig, open=open_text, describe=_describe, has_vocabulary=True))

@@ -1,7 +1,7 @@
-"""Tokenising documents once, into one long run of tokens on disk.
+"""Tokenizing documents once, into one long run of tokens on disk.
 
 tokens.bin        | doc 0 ... eos | doc 1 eos | doc 2 ........ eos |    uint16, or uint32 for a large vocabulary
-documents.arrow   id and first token of every document
+documents.arrow   the id and the position of the first token of every document
 meta.json         counts, and which tokenizer
 """
 
@@ -19,16 +19,19 @@ from blocktrain.data.document import Document
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import DataError
 
-FORMAT = 1  # part of every cache's key: raise it when the layout changes
+FORMAT = 1  # part of the key of every token cache: raise it when the layout changes
 
 DOCUMENTS = pa.schema([("id", pa.string()), ("start", pa.int64())])
 
-_BATCH_CHARACTERS = 2**21  # handed to the tokenizer at once; it needs about 100 bytes of memory a token
+_BATCH_CHARACTERS = 2**21  # passed to the tokenizer at once, which needs about 100 bytes of memory per token
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedMeta:
-    """What a packed folder holds; `tokens` counts the end-of-document ones, `text_bytes` is UTF-8 without them."""
+    """What a folder of tokens contains.
+
+    tokens: their number, end-of-document tokens included. text_bytes: of the text as UTF-8, without those.
+    """
 
     tokenizer: str
     tokenizer_fingerprint: str
@@ -43,11 +46,11 @@ class TokenizedMeta:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
-def pack(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> TokenizedMeta:
-    """Tokenise `documents` into the new folder `folder`, a few megabytes at a time.
+def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> TokenizedMeta:
+    """Tokenize `documents` into the new folder `folder`, a few megabytes at a time.
 
-    Errors of writing stay `OSError`, for the caller who knows what the folder is; a document that is not valid text
-    raises `DataError`.
+    A failed write raises `OSError`, which the caller, who knows what the folder is, explains to the user. Raises
+    `DataError` for a document that is not valid text.
     """
     folder.mkdir()
     counts = {"documents": 0, "tokens": 0, "text_bytes": 0}
@@ -67,7 +70,7 @@ def pack(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> T
             ]
             lengths = [len(ids) for ids in encoded]
             starts = counts["tokens"] + np.cumsum([0, *lengths[:-1]])
-            # Not ndarray.tofile: its error on a full disk does not say that the disk is full.
+            # Not ndarray.tofile, whose error does not say that the disk is full.
             tokens.write(np.concatenate(encoded).data)
             table.write_batch(pa.record_batch([[document.id for document in batch], starts], schema=DOCUMENTS))
             counts["documents"] += len(batch)
@@ -93,7 +96,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _text_bytes(document: Document) -> int:
     try:
         return len(document.text.encode())
-    except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is no character
+    except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is not a character
         raise DataError(
             f"document '{document.id}' has half of a surrogate pair at character {error.start}, which is not text"
         ) from error

@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, or any of Hugging Face's, behind the few calls that packing and export need."""
+"""Tokenizers: plain bytes, or any tokenizer of Hugging Face, behind the few calls that data and export need."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """What the rest of the package needs from a tokenizer."""
 
     @property
     def name(self) -> str:
-        """What the user called it."""
+        """The name that the user gave."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids: two tokenizers with the same one encode alike."""
+        """A hash of everything that decides the ids: two tokenizers with equal fingerprints encode equally."""
         ...
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text, without any token added before or behind."""
+        """The ids of each text, with no special token added before or after it."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -53,16 +53,16 @@ class Tokenizer(Protocol):
 
     @property
     def pretrained(self) -> PreTrainedTokenizerBase:
-        """An equal tokenizer of `transformers`: it renders chat templates. What is set on it is saved with it."""
+        """An equivalent tokenizer of `transformers`, which renders chat templates; `save` writes what is set on it."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids."""
+        """Write it so that `transformers.AutoTokenizer.from_pretrained(folder)` produces the same ids."""
         ...
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8, and 256 for the end of a document. It needs no files and can encode anything."""
+    """One token per byte of UTF-8, and 256 for the end of a document. It needs no files and can encode any text."""
 
     name = "bytes"
     vocab_size = 257
@@ -74,24 +74,24 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; the end of a document has none."""
+        """The text of `ids`; the end-of-document token stands for no text."""
         return bytes(token for token in ids if token != self.eos).decode(errors="replace")
 
     _pretrained: PreTrainedTokenizerBase | None = None
 
     @property
     def pretrained(self) -> PreTrainedTokenizerBase:
-        """An equal Hugging Face tokenizer, made when first asked for.
+        """An equivalent Hugging Face tokenizer, created on first use.
 
-        The ids are the same for every text but one that spells `<|endoftext|>` out: Hugging Face reads that as the
-        end of a document, here it is 13 bytes.
+        Both produce the same ids, except for a text that contains `<|endoftext|>`: Hugging Face encodes that as the end
+        of a document, this class as 13 bytes.
         """
         if self._pretrained is None:
             self._pretrained = _byte_level()
         return self._pretrained
 
     def save(self, folder: Path) -> None:
-        """Write the equal Hugging Face tokenizer."""
+        """Write the equivalent Hugging Face tokenizer."""
         _save(self.pretrained, folder)
 
 
@@ -111,7 +111,7 @@ def _byte_level() -> PreTrainedTokenizerBase:
 def _byte_letters() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary (GPT-2's `bytes_to_unicode`).
 
-    Printable bytes stand for themselves, the others, in order, for the letters from U+0100 on.
+    Printable bytes stand for themselves; the others are assigned, in order, the letters from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -122,11 +122,11 @@ class HuggingFaceTokenizer:
     """A tokenizer of `transformers`."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
-        """Wrap `tokenizer`; raises `DataError` if it has no token that ends a text (an encoder's is its separator)."""
+        """Wrap `tokenizer`; raises `DataError` if it has no token that ends a text (an encoder's separator serves)."""
         ends = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         if not isinstance(ends, int):
             raise DataError(
-                f"tokenizer '{name}' has no end-of-text token, so documents cannot be told apart; "
+                f"tokenizer '{name}' has no end-of-text token, so documents cannot be separated; "
                 "use one made for a causal language model"
             )
         self.name = name
@@ -135,22 +135,22 @@ class HuggingFaceTokenizer:
         self.pretrained = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend
-        if backend is not None:  # limits of some model's length that its tokenizer.json may carry
+        if backend is not None:  # tokenizer.json may contain the length limit of some model
             backend.no_truncation()
             backend.no_padding()
         rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
         self.fingerprint = hashlib.sha256(f"{rules} eos {self.eos}".encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text, as uint32; a special token spelt out in a text is that token, as in `transformers`."""
-        if self._backend is not None:  # 2.7 times as fast as calling the tokenizer, which also finds offsets
+        """The ids of each text, as uint32; the name of a special token becomes that token, as in `transformers`."""
+        if self._backend is not None:  # 2.7 times as fast as calling the tokenizer, which computes offsets too
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
         rows = self.pretrained(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.array(row, np.uint32) for row in rows]  # pyright: ignore[reportGeneralTypeIssues]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special tokens are spelt out."""
+        """The text of `ids`, including the names of special tokens."""
         return str(self.pretrained.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
@@ -161,8 +161,8 @@ class HuggingFaceTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called `name`: `"bytes"`, a folder, or a model of the Hugging Face hub.
 
-    A folder with nothing but `vocab.json` and `merges.txt` holds GPT-2's kind. Code that a model brings is never run.
-    Raises `DataError` when there is no such tokenizer.
+    A folder with only `vocab.json` and `merges.txt` is read as GPT-2's tokenizer. Code that comes with a model is never
+    run. Raises `DataError` when there is no such tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -170,14 +170,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and not may_be_on_hub(name):
-        raise DataError(f"tokenizer '{name}' is no folder (seen from {Path.cwd()}), and no name on the hub")
+        raise DataError(f"tokenizer '{name}' is not a folder (seen from {Path.cwd()}), and not a name on the hub")
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json"}:
             loaded = GPT2Tokenizer.from_pretrained(str(folder))
         else:
             loaded = AutoTokenizer.from_pretrained(str(folder) if files else name, trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and the hub each have their own kinds
+    except Exception as error:  # transformers, tokenizers and the hub each raise their own classes
         raise DataError(
             f"cannot load tokenizer '{name}': {first_line(error)}; give 'bytes', a folder with tokenizer.json (or "
             "vocab.json and merges.txt), or the name of a model on the Hugging Face hub"

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from blocktrain.chain.resnet import ResNet
-from blocktrain.data.chat import ChatConfig
-from blocktrain.data.images import ImageConfig
-from blocktrain.data.labelled import LabelledConfig
-from blocktrain.data.text import TextConfig
+from blocktrain.data.kinds import kind_of
 from blocktrain.errors import CheckpointError
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
@@ -168,22 +166,9 @@ def _hardware(environment: dict[str, Any]) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    data = config.data
-    source = f"`{_last_part(data.source)}`"
-    match data:
-        case ImageConfig():
-            return f"Images: {source}."
-        case TextConfig():
-            what, unit = "Text", "documents"
-        case ChatConfig():
-            what, unit = "Conversations, with loss on the assistant's turns", "conversations"
-        case LabelledConfig():
-            what, unit = f"Texts by `{data.label_field}`", "texts"
-    held_out = f"`{_last_part(data.validation)}`" if data.validation else f"{data.validation_share:.1%} of the {unit}"
-    return (
-        f"{what}: {source} in rows of {data.row_tokens} tokens of `{_last_part(data.tokenizer)}`; "
-        f"validation on {held_out} or the data set's own validation split."
-    )
+    texts = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
+    places = {name: _last_part(text) for name, text in texts.items() if isinstance(text, str)}
+    return kind_of(config.data).describe(replace(config.data, **places))
 
 
 def _last_part(place: str) -> str:

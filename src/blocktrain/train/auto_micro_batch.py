@@ -15,6 +15,7 @@ import torch
 
 from blocktrain.chain.block import Block
 from blocktrain.chain.freezing import evaluating
+from blocktrain.data.batch import to_device
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.run_records import MicroBatch
@@ -22,7 +23,6 @@ from blocktrain.runtime import free_memory_bytes, is_out_of_memory
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.memory_profile import StepShape, predicted_peaks
 from blocktrain.train.oom_advice import advice
-from blocktrain.train.task import to_device
 from blocktrain.train.techniques.memory_saving import saving_memory
 from blocktrain.units import format_bytes
 
@@ -38,7 +38,7 @@ def step_shape(context: TrainingContext, micro_rows: int) -> StepShape:
     """A training step of `context` over its first rows, `micro_rows` at a time."""
     batch = to_device(context.task.train.batch(range(micro_rows)), context.device)
     return StepShape(
-        loss=lambda model: context.task.loss(model, batch),
+        loss=lambda model: model(**batch).loss,
         micro_steps=math.ceil(context.rank_rows / micro_rows),
         max_grad_norm=context.config.optimizer.max_grad_norm or float("inf"),
         inputs=tuple(batch.values()),

@@ -16,6 +16,8 @@ from blocktrain.chain.model_loading import load_model
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.contrib.learning_tail import Tail
+from blocktrain.data.batch import to_device
+from blocktrain.data.kinds import TrainingData
 from blocktrain.data.sampling import RowPlan
 from blocktrain.data.shuffle import ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
@@ -35,9 +37,8 @@ from blocktrain.parallel.stages import require_stages
 from blocktrain.runtime import pick_device, seed_everything
 from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
-from blocktrain.train.build_task import build_task, require_separate_conversations
 from blocktrain.train.config import RunConfig
-from blocktrain.train.task import Task, to_device
+from blocktrain.train.open_data import open_data, require_separate_conversations
 from blocktrain.units import BatchGeometry
 
 
@@ -56,7 +57,7 @@ class TrainingContext:
     partition: Partition
     growth: IdentityLayers | None  # where layers begin as the identity
     optimizer: BlockOptimizer
-    task: Task
+    task: TrainingData
     rows: RowPlan
     schedule: Schedule
     rule: VisitRule
@@ -100,11 +101,11 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     ranks = ranks or Ranks()
     # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
-    task, tokenizer = build_task(config)
+    task = open_data(config)
     seed_everything(config.seed)
     model = load_model(
         config.model,
-        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        vocab_size=None if task.tokenizer is None else task.tokenizer.vocab_size,
         row_tokens=task.row_tokens,
         classes=task.classes,
         pad_token=task.pad_token,
@@ -140,7 +141,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         geometry=BatchGeometry(
             tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows
         ),
-        tokenizer=tokenizer,
+        tokenizer=task.tokenizer,
         ranks=ranks,
     )
     _require_settled_checkpoints(config, context.geometry)

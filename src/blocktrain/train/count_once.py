@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from blocktrain.data.batch import to_device
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.schema import to_mapping
-from blocktrain.train.task import to_device
 
 T = TypeVar("T")
 

@@ -9,17 +9,22 @@ from torch import nn
 from blocktrain.chain.freezing import evaluating
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.generation_eval import Answer, ask
-from blocktrain.train.task import Score
+from blocktrain.train.score import Score, score
 
 
 def evaluate(context: TrainingContext, model: nn.Module) -> tuple[Score, list[Answer]]:
     """Evaluate `model`, in eval mode, as `[evaluation]` says. Collective."""
     settings = context.config.evaluation
     with evaluating(model):
-        score = context.task.score(
-            model, rows=settings.rows, batch_rows=settings.batch_rows, device=context.device, ranks=context.ranks
+        scored = score(
+            context.task,
+            model,
+            rows=settings.rows,
+            batch_rows=settings.batch_rows,
+            device=context.device,
+            ranks=context.ranks,
         )
         answers = ask(context)
     if answers:
-        score = replace(score, exact_match=sum(answer.correct for answer in answers) / len(answers))
-    return score, answers
+        scored = replace(scored, exact_match=sum(answer.correct for answer in answers) / len(answers))
+    return scored, answers

@@ -35,10 +35,11 @@ class Answer:
 def ask(context: TrainingContext) -> list[Answer]:
     """The answers to the first `evaluation.generate` validation conversations; none where that is 0. The model must be
     in eval mode."""
-    settings, exchanges, tokenizer = context.config.evaluation, context.task.exchanges, context.tokenizer
-    if not settings.generate or exchanges is None or tokenizer is None:
+    settings, conversations, tokenizer = context.config.evaluation, context.task.conversations, context.tokenizer
+    if not settings.generate or conversations is None or tokenizer is None:
         return []
-    found = [exchanges.exchange(index) for index in range(min(settings.generate, exchanges.num_conversations))]
+    count = min(settings.generate, conversations.num_conversations)
+    found = [conversations.prompt_and_answer(index) for index in range(count)]
     answers = []
     for start in range(0, len(found), settings.batch_rows):
         part = found[start : start + settings.batch_rows]

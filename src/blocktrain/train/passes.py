@@ -7,11 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.task import to_device
 from blocktrain.train.technique import Techniques
 from blocktrain.train.techniques.prefix_cache import PrefixCaching
 
@@ -48,7 +48,7 @@ class RankPasses:
             batch = to_device(data.batch(part.rows, variant=part.variant), context.device)
             with self._techniques.around_batch(part, batch):
                 self._techniques.prefetch(coming)
-                micro_loss = context.task.loss(context.model, batch) * (weight / total)
+                micro_loss = context.model(**batch).loss * (weight / total)
                 with self._parallel.gradient_sync() if part is parts[-1] else nullcontext():
                     micro_loss.backward()
             loss += micro_loss.item()

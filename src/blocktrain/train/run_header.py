@@ -18,6 +18,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.chain.checkpointing import checkpointed_layers
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.chain.freezing import activate, evaluating, release
+from blocktrain.data.batch import to_device
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.codec import decode
@@ -30,7 +31,6 @@ from blocktrain.train.interpolate_blocks import ends, filled, interpolate
 from blocktrain.train.memory_profile import predicted_peaks
 from blocktrain.train.opening import Opening
 from blocktrain.train.schema import to_mapping
-from blocktrain.train.task import to_device
 from blocktrain.train.techniques.growth import growing_visits, running_without
 from blocktrain.train.techniques.memory_saving import saving_memory
 

@@ -19,11 +19,11 @@ from blocktrain.cache.ledger import Fingerprints, Key
 from blocktrain.cache.prefix_cache import PrefixCache
 from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
+from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.fsdp import ShardedBoundaryRunner
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_sharded
-from blocktrain.train.task import to_device
 
 
 def boundary_runner(context: TrainingContext) -> BoundaryRunner:

@@ -32,7 +32,7 @@ def chat(tmp_path: Path) -> Make:
     """A run on five short conversations, with overrides as on the command line."""
     (tmp_path / "data").mkdir()
     for name in ("train", "validation"):
-        lines = [json.dumps({"question": asked, "answer": f"#### {answer}"}) for asked, answer in PAIRS]
+        lines = [json.dumps({"question": question, "answer": f"#### {answer}"}) for question, answer in PAIRS]
         (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(lines))
     mapping: dict[str, Any] = {
         "device": "cpu",
@@ -107,7 +107,7 @@ def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path, c
     assert scores[-1] >= 0.8
     assert events[-1]["exact_match"] == scores[-1]
     samples = [event for event in events if event["kind"] == "sample"]
-    assert [event["prompt"] for event in samples[-5:]] == [f"user:\n{asked}\nassistant:\n" for asked, _ in PAIRS]
+    assert [event["prompt"] for event in samples[-5:]] == [f"user:\n{question}\nassistant:\n" for question, _ in PAIRS]
     assert [event["expected"] for event in samples[-5:]] == [f"#### {answer}" for _, answer in PAIRS]
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -120,8 +120,8 @@ def test_answers_are_written_compared_and_exported(chat: Make, tmp_path: Path, c
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.config.use_cache
-    asked = [{"role": "user", "content": "1 + 1?"}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    question = [{"role": "user", "content": "1 + 1?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=256, eos_token_id=256)
     text = tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     assert text == samples[-4]["text"]  # of "1 + 1?"

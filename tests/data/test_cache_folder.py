@@ -1,14 +1,15 @@
-"""Cache folders: whole or not there, built by one process at a time, built anew after a change."""
+"""Cache folders are complete or absent, built by one process at a time, and rebuilt after a change."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from blocktrain.data.cachefolder import cached_folder, default_home
+from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.errors import DataError, StorageError
 
 
@@ -17,7 +18,7 @@ def _write(folder):
 
 
 def _never(folder):
-    raise AssertionError(f"{folder} built again")
+    raise AssertionError(f"{folder} was built again")
 
 
 def _write_second(folder):
@@ -65,8 +66,8 @@ def _build_and_die(home):
     cached_folder(home, "text", key="k", state=1, write=write)
 
 
-def test_killed_half_way(tmp_path):
-    """SIGKILL runs no cleanup: the half stays on disk, is never used, and goes with the next build."""
+def test_a_process_killed_while_it_builds(tmp_path):
+    """SIGKILL runs no cleanup: the incomplete folder stays on disk, is never used, and the next build removes it."""
     process = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(tmp_path,))
     process.start()
     process.join(20)
@@ -89,7 +90,7 @@ def _build_and_count(home, barrier, log):
     assert (folder / "data").read_text() == "whole"
 
 
-def test_of_racing_processes_one_builds(tmp_path):
+def test_one_of_several_racing_processes_builds(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, log = context.Barrier(4), tmp_path / "log"
     workers = [context.Process(target=_build_and_count, args=(tmp_path / "home", barrier, log)) for _ in range(4)]
@@ -113,9 +114,10 @@ def test_a_home_that_cannot_be_a_folder(tmp_path):
         cached_folder(tmp_path / "file", "text", key="k", state=1, write=_write)
 
 
-def test_default_home(monkeypatch, tmp_path):
+def test_the_configured_home_and_the_default_one(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_home() == tmp_path / "blocktrain"
+    assert cache_home(None) == tmp_path / "blocktrain"
+    assert cache_home("~/mine") == Path.home() / "mine"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    assert default_home() == tmp_path / "me" / ".cache" / "blocktrain"
+    assert cache_home(None) == tmp_path / "me" / ".cache" / "blocktrain"

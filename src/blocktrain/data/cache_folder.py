@@ -1,10 +1,11 @@
-"""Folders of derived data: built once, there whole or not at all, and built anew when their source has changed.
+"""Folders of derived data: built once, either complete or absent, and rebuilt when their source has changed.
 
     <home>/text-<hash of key>/lock                  held by the one process that builds
-                             /<hash of state>/      finished: renamed here whole, never changed again
-                             /<hash of state>.part/ being built, or left by a killed process and removed by the next
+                             /<hash of state>/      complete: renamed to this name at the end, never changed afterwards
+                             /<hash of state>.part/ being built, or left by a killed process; the next build removes it
 
-The key says which data these are (source, tokenizer, ...); the state says what the source looked like.
+The key says which data these are (source, tokenizer, ...); the state says what the source looked like. Why this is not
+the cache of `datasets`: docs/decisions/0018-datasets-library.md.
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from blocktrain.errors import storage_errors
 
 logger = logging.getLogger(__name__)
 
 
-def default_home() -> Path:
-    """`$XDG_CACHE_HOME/blocktrain`, or `~/.cache/blocktrain`. Everything in it can be deleted at any time."""
+def cache_home(configured: str | None) -> Path:
+    """The folder of all caches: the configured one, or else `$XDG_CACHE_HOME/blocktrain`, or `~/.cache/blocktrain`.
+
+    Everything in it can be deleted at any time.
+    """
+    if configured:
+        return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
 
 
-def cached_folder(home: Path, kind: str, *, key: Any, state: Any, write: Callable[[Path], None]) -> Path:
-    """The finished folder for `key` and `state`, two JSON values; `write(folder)` fills it if there is none yet.
+def cached_folder(home: Path, kind: str, *, key: object, state: object, write: Callable[[Path], None]) -> Path:
+    """The complete folder for `key` and `state`, two JSON values; `write(folder)` fills it if it does not exist yet.
 
-    Safe against other processes that want the same (they wait, then find it) and against being killed. Folders of
-    the same key and another state are removed; a process that has their files mapped keeps them. Raises
-    `StorageError` when it cannot be written, and whatever `write` raises; nothing is left then.
+    Other processes that want the same folder wait until it is complete, and a killed process leaves nothing that is
+    used. Folders of the same key and another state are removed; a process that has mapped their files keeps them.
+    Raises `StorageError` when the folder cannot be written, and whatever `write` raises; then nothing is left behind.
     """
     place = home / f"{kind}-{digest(key)}"
     folder = place / digest(state)
@@ -64,14 +69,14 @@ def cached_folder(home: Path, kind: str, *, key: Any, state: Any, write: Callabl
     return folder
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """A short name for a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock; the system lets go of it when the process dies, however it dies."""
+    """Hold the lock; the kernel releases it when the process dies, however it dies."""
     with storage_errors(path):
         file = path.open("ab")
     with file:
@@ -81,7 +86,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _sync(folder: Path) -> None:
-    """Have the data on disk before the rename says that they are: a power cut may not leave a name without content."""
+    """Flush the data to the disk before the rename: a power cut must not leave a complete name without its content."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
