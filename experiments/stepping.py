@@ -87,7 +87,7 @@ def steps_of(context: TrainingContext, block: Block, *, level: int = 0, without:
     """
     batch = {
         key: value.to(context.device)
-        for key, value in context.task.train.batch(range(context.config.batch.rows)).items()
+        for key, value in context.data.train.batch(range(context.config.batch.rows)).items()
     }
     cut = BoundaryRunner(context.partition.chain)
     hidden = None

@@ -25,7 +25,6 @@ import blocktrain as bt
 from blocktrain.records.log import Event, read_events
 from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
-from blocktrain.train import run_header
 
 TOLERANCE = 5e-6
 LAYERS, WIDTH, BLOCKS, ROWS, TOKENS = 16, 32, 2, 8, 32
@@ -87,21 +86,8 @@ def config(model: str, layout: str, prefix: str) -> dict[str, Any]:
     }
 
 
-def count_nothing() -> None:
-    """Leave out the opening's counts of FLOPs and memory, which take ten times as long as these runs."""
-    flops = {"full": 1, "blocks": [1] * BLOCKS, "theory_full": 1, "theory_blocks": [1] * BLOCKS}
-    peak = {"parts": {}, "host_bytes": 0, "operation": ""}
-    memory = {"full": peak, "blocks": [peak] * BLOCKS}
-
-    def costs(context: Any) -> dict[str, Any]:
-        return {"flops": {**flops, "forward_layers": [1] * len(context.partition.chain.layers)}, "memory": memory}
-
-    run_header._costs, run_header._memory = costs, lambda context: memory  # pyright: ignore[reportPrivateUsage]
-
-
 def train(folder: str, size: int) -> None:
     """Every run, on one process."""
-    count_nothing()
     for model in MODELS:
         for layout in (layout for layout in LAYOUTS if size in sizes_of(layout)):
             for prefix in PREFIX:

@@ -43,7 +43,7 @@ def shortened(config: RunConfig, store: str, rows: int) -> RunConfig:
 
 def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[list[float]]]:
     """Seconds of each step by kind and block: {"uncached": [block][step], "cached": ..., "full": [[...]]}."""
-    rows = len(build(full, folder).task.train)
+    rows = len(build(full, folder).data.train)
     jobs: dict[str, TrainingContext] = {
         "uncached": build(shortened(bcd, "off", rows), folder),
         "cached": build(shortened(bcd, "host", rows), folder),

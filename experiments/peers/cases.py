@@ -112,7 +112,7 @@ def _contender(entry: Entry, config: RunConfig, place: Place) -> Contender:
 
 def _ours(config: RunConfig, place: Place) -> Contender:
     context = build(config, place.work)
-    if context.task.row_tokens is None:
+    if context.data.row_tokens is None:
         raise BlocktrainError("this comparison is for text")
     steps = [steps_of(context, block) for block in context.partition]
     return lambda: statistics.mean(step() for step in steps)

@@ -76,7 +76,7 @@ def badam(context: TrainingContext, period: int | None) -> ExternalMethod:
 
 def configured_blocks(context: TrainingContext) -> Partition:
     """Those of ours, where the context itself has the model whole."""
-    return partition_by_config(context.model, context.config.blocks, batch=context.task.train.batch([0]))
+    return partition_by_config(context.model, context.config.blocks, batch=context.data.train.batch([0]))
 
 
 def galore(context: TrainingContext, period: int | None) -> ExternalMethod:
@@ -152,7 +152,7 @@ def lora(context: TrainingContext, period: int | None) -> ExternalMethod:
         lora_alpha=2 * LORA_RANK,
         target_modules="all-linear",
         fan_in_fan_out=transposed,
-        task_type="SEQ_CLS" if context.task.unit == "texts" else None,
+        task_type="SEQ_CLS" if context.data.unit == "texts" else None,
     )
     try:
         with silenced():

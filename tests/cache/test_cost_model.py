@@ -10,17 +10,17 @@ import pytest
 from blocktrain.cache.config import PrefixConfig
 from blocktrain.cache.cost_model import (
     CacheFacts,
-    CachePlace,
     VisitReuse,
     choose,
 )
 from blocktrain.errors import ConfigError
+from blocktrain.probe import Medium
 
 MIB = 2**20
 
 # 1000 rows of 1 MiB, a prefix of 1 GFLOP a row at 100 GFLOP/s: 10 ms a row, 10 s a pass. Reading a pass takes 1 s from
 # the device, 2 s from the host, 5 s from a file; writing it as long.
-RATES: dict[CachePlace, float] = {"device": 1000 * MIB, "host": 500 * MIB, "file": 200 * MIB}
+RATES: dict[Medium, float] = {"device": 1000 * MIB, "host": 500 * MIB, "file": 200 * MIB}
 ONCE = VisitReuse(uses=1, prefix_flops=10**9, fill_flops=10**9)
 TWICE = VisitReuse(uses=2, prefix_flops=10**9, fill_flops=10**9)
 TEN_TIMES = VisitReuse(uses=10, prefix_flops=10**9, fill_flops=10**9)
@@ -40,7 +40,7 @@ def facts(*visits: VisitReuse, **changes: Any) -> CacheFacts:
     return CacheFacts(visits=visits, **{**usual, **changes})
 
 
-CASES: dict[str, tuple[CacheFacts, CachePlace | None, float, float, str]] = {
+CASES: dict[str, tuple[CacheFacts, Medium | None, float, float, str]] = {
     # filling 10 s, writing 2, reading 2 x 2: 16 instead of 20
     "used twice": (facts(TWICE), "host", 20, 16, "host: 16 s of filling and reading instead of 20 s of prefix passes"),
     "used ten times": (facts(TEN_TIMES), "host", 100, 32, "host: 32 s"),

@@ -90,11 +90,11 @@ def test_export_loads_with_from_pretrained(config_file: Path, tmp_path: Path, ca
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.float32
     (end,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1:]]
-    from blocktrain.data.text import open_text
+    from blocktrain.data.text import TextConfig, open_text
     from blocktrain.train.run_folder import RunFolder
 
-    config = RunFolder(tmp_path / "run").config().text
-    assert config is not None
+    config = RunFolder(tmp_path / "run").config().data
+    assert isinstance(config, TextConfig)
     rows = open_text(config).validation
     model.eval()
     with torch.no_grad():

@@ -28,6 +28,8 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
     ("run", "layout"): {"rows": "data", "layers": "pipeline", "shards": "fsdp"},  # `distributed.layout`
 }
 
+RENAMED_PARTS = {"optimizer": "moments"}  # parts of memory in the `cost` record
+
 # Keys of a record that are measured.
 MEASURED = {"seconds", "peak_memory_bytes", "fill_seconds", "wait_seconds", "seconds_saved"}
 
@@ -77,12 +79,22 @@ def _lines(value: Any, depth: int, before: str = "", after: str = "") -> Iterato
     yield indent + ("}" if is_table else "]") + after
 
 
+def _with_renamed_parts(memory: dict[str, int]) -> dict[str, int]:
+    return {RENAMED_PARTS.get(part, part): count for part, count in memory.items()}
+
+
 def renamed(recording: Recording) -> Recording:
-    """A recording in which every value of `RENAMED_VALUES` has today's name."""
+    """A recording with today's names in place of those of `RENAMED_VALUES` and `RENAMED_PARTS`."""
 
     def rename(event: dict[str, Any]) -> dict[str, Any]:
         tables = {key: RENAMED_VALUES.get((event["kind"], key), {}) for key in event}
-        return {key: tables[key][value] if tables[key] else value for key, value in event.items()}
+        event = {key: tables[key][value] if tables[key] else value for key, value in event.items()}
+        if event["kind"] == "cost":
+            full, *blocks = (
+                _with_renamed_parts(part) for part in (event["memory"]["full"], *event["memory"]["blocks"])
+            )
+            event["memory"] = {"full": full, "blocks": blocks}
+        return event
 
     folders = {
         name: {**folder, "events": [rename(event) for event in folder["events"]]}

@@ -40,7 +40,7 @@ def save(context, folder: Path, step: int, keep: int = 5) -> Path:
 
 def one_step(context, block: int) -> None:
     with context.optimizer.visit(context.partition[block]):
-        batch = context.task.train.batch([0, 1])
+        batch = context.data.train.batch([0, 1])
         context.model(**batch).loss.backward()
         context.optimizer.step()
 
@@ -219,7 +219,7 @@ def test_the_way_out_names_a_checkpoint_that_is_sound(tiny, tmp_path: Path) -> N
 def test_dropped_moments_are_not_kept_in_checkpoints(tiny, tmp_path: Path) -> None:
     context = build(tiny("optimizer.state=drop"), tmp_path)
     with context.optimizer.visit(context.partition[0]):
-        context.model(**context.task.train.batch([0, 1])).loss.backward()
+        context.model(**context.data.train.batch([0, 1])).loss.backward()
         context.optimizer.step()
         during = save(context, tmp_path, 1)
     after = save(context, tmp_path, 2)

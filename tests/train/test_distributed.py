@@ -21,10 +21,11 @@ import torch.distributed as dist
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
 from blocktrain.records.log import Event, read_events
-from blocktrain.records.run_records import Record, Step
+from blocktrain.records.run_records import MemoryPeaks, PeakMemory, Record, Step, StepCosts, StepFlops, StepMemory
 from blocktrain.testing import run_distributed
 from blocktrain.train import run_header
 from blocktrain.train.checkpoint import checkpoints
+from blocktrain.train.context import TrainingContext
 
 LLAMA = {
     "num_hidden_layers": 4,
@@ -54,22 +55,22 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def count_nothing(context: Any) -> dict[str, Any]:
+def count_nothing(context: TrainingContext) -> StepCosts:
     """In place of the FLOP counter, which takes longer than these runs."""
-    blocks, layers = [10 + block.index for block in context.partition], [1 for _ in context.partition.chain.layers]
-    flops = {"full": 30, "blocks": blocks, "theory_full": 30, "theory_blocks": blocks, "forward_layers": layers}
-    return {"flops": flops, "memory": {"full": {}, "blocks": []}}
+    blocks = tuple(10 + block.index for block in context.partition)
+    layers = tuple(1 for _ in context.partition.chain.layers)
+    flops = StepFlops(full=30, blocks=blocks, theory_full=30, theory_blocks=blocks, forward_layers=layers)
+    return StepCosts(flops=flops, memory=StepMemory(full={}, blocks=()))
 
 
-def track_nothing(context: Any) -> dict[str, Any]:
+def track_nothing(context: TrainingContext) -> MemoryPeaks:
     """In place of the memory tracker, likewise."""
-    peak = {"parts": {}, "host_bytes": 0, "operation": ""}
-    return {"full": peak, "blocks": [peak for _ in context.partition]}
+    return MemoryPeaks(full=PeakMemory(parts={}), blocks=tuple(PeakMemory(parts={}) for _ in context.partition))
 
 
 def count_nothing_here() -> None:
     """For this process, from now on."""
-    run_header._costs, run_header._memory = count_nothing, track_nothing
+    run_header._costs, run_header._memory_peaks = count_nothing, track_nothing
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:

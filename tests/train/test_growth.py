@@ -111,7 +111,7 @@ def test_layers_begin_as_copies_of_those_below_them(tiny, tmp_path: Path, overri
 
     def loss() -> torch.Tensor:
         with evaluating(context.model):
-            return context.model(**context.task.train.batch(range(4))).loss.detach()
+            return context.model(**context.data.train.batch(range(4))).loss.detach()
 
     visits = list(islice(context.schedule.visits(context.partition), 4))
     for visit in visits[:2]:  # what is there to copy is reached by now, and not by a visit that copied it
@@ -155,7 +155,7 @@ def test_flops_are_those_of_the_layers_that_run(tiny, tmp_path: Path) -> None:
     assert first is not None
     assert second is not None
     assert record.end is not None
-    batch = context.task.train.batch(range(4))
+    batch = context.data.train.batch(range(4))
     with context.growth.without(context.growth.layers):
         step = StepCounter(context.model.train(), batch).training(context.partition[0].parameters)
     assert step == pytest.approx(first, rel=0.01)  # attention with dropout takes another kernel

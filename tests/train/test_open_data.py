@@ -61,11 +61,11 @@ def test_micro_batches_weigh_by_learned_tokens(chat: Make, tmp_path: Path, layou
     settings = [f"chat.layout={layout}", "optimizer.name=SGD", "prefix.store=off"]
     context = build(chat(*settings), tmp_path)
     rows = range(3)
-    assert len(set(context.task.train.weights(rows).tolist())) > 1
-    single = [context.model(**context.task.train.batch([row])).loss.item() for row in rows]
+    assert len(set(context.data.train.weights(rows).tolist())) > 1
+    single = [context.model(**context.data.train.batch([row])).loss.item() for row in rows]
     mean = sum(single) / 3
     assert (
-        abs(mean - context.model(**context.task.train.batch(rows)).loss.item()) > 1e-4
+        abs(mean - context.model(**context.data.train.batch(rows)).loss.item()) > 1e-4
     )  # the plain mean is another figure
     once = losses(chat(*settings), tmp_path / "whole")
     apart = losses(chat(*settings, "batch.micro_rows=1"), tmp_path / "parts")
@@ -164,7 +164,7 @@ def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path, 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert model.config.id2label == {0: "bad", 1: "good"}
     context = build(config, tmp_path)
-    batch = context.task.validation.batch(range(len(context.task.validation)))
+    batch = context.data.validation.batch(range(len(context.data.validation)))
     assert set(batch["labels"].tolist()) == {0, 1}
     with torch.no_grad():
         assert model.eval()(**batch).logits.argmax(-1).tolist() == batch["labels"].tolist()

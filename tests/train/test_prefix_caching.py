@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import blocktrain as bt
-from blocktrain.cache.cost_model import CacheDecision, CachePlace
+from blocktrain.cache.cost_model import StoreChoice
 from blocktrain.cache.ledger import Fingerprints
+from blocktrain.probe import Medium
 from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import CacheUse, Record, Step
 from blocktrain.train.checkpoint import checkpoints
@@ -262,8 +263,8 @@ def test_dropout_in_frozen_layers_is_refused_with_the_reason(train: Run):
 
 def test_another_place_in_the_middle_of_a_sweep(train: Run, config, tmp_path: Path, monkeypatch):
     """The rows of the old place are given up; once they stayed there under the new place's name."""
-    places: Iterator[CachePlace] = itertools.cycle(("file", "host"))
-    monkeypatch.setattr(prefix_cache, "choose", lambda *_: CacheDecision(place=next(places), reason="by turns"))
+    places: Iterator[Medium] = itertools.cycle(("file", "host"))
+    monkeypatch.setattr(prefix_cache, "choose", lambda *_: StoreChoice(place=next(places), reason="by turns"))
     files: list[bool] = []
 
     def look(record: Record) -> None:

@@ -85,14 +85,14 @@ def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[Train
     config = replace(context.config, optimizer=replace(context.config.optimizer, tail="sgd"))
     context.optimizer.tail = Tail(rule="sgd")
     try:
-        tail = opening_module._costs(replace(context, config=config))
+        tail = opening_module._costs(replace(context, config=config)).to_event()
     finally:
         context.optimizer.tail = None
-    suffix = opening_module._costs(in_suffixes(context))
+    suffix = opening_module._costs(in_suffixes(context)).to_event()
     assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
     assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
     for mine, theirs in zip(tail["memory"]["blocks"], alone["memory"]["blocks"], strict=True):
-        assert (mine["optimizer"], mine["master"]) == (theirs["optimizer"], theirs["master"])
+        assert (mine["moments"], mine["master"]) == (theirs["moments"], theirs["master"])
         assert theirs["activations"] <= mine["activations"]
 
 
@@ -100,7 +100,7 @@ def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[TrainingContext
     """The block and every block above it; at block 0, a full step exactly."""
     context, _ = quickstart
     suffix = in_suffixes(context)
-    cost = opening_module._costs(suffix)
+    cost = opening_module._costs(suffix).to_event()
     flops = cost["flops"]
     assert flops["blocks"][0] == flops["full"]
     assert flops["theory_blocks"] == pytest.approx(flops["blocks"], rel=0.02)
@@ -118,7 +118,7 @@ def test_a_suffix_visit_costs_what_theory_says(quickstart: tuple[TrainingContext
         )
         assert counted == pytest.approx(theory, rel=0.02)
     moments = [8 * block.num_parameters + 4 * len(block.parameters) for block in suffix.trained]
-    assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == moments
+    assert [memory["moments"] for memory in cost["memory"]["blocks"]] == moments
 
 
 def test_it_is_short_and_still_a_training(quickstart: tuple[TrainingContext, Event]) -> None:
@@ -136,5 +136,5 @@ def test_the_optimizer_holds_the_largest_blocks_moments(quickstart: tuple[Traini
     """Two fp32 moments a parameter, and a step count of 4 bytes a tensor."""
     context, cost = quickstart
     expected = [8 * block.num_parameters + 4 * len(block.parameters) for block in context.partition]
-    assert [memory["optimizer"] for memory in cost["memory"]["blocks"]] == expected
-    assert cost["memory"]["full"]["optimizer"] == sum(expected)
+    assert [memory["moments"] for memory in cost["memory"]["blocks"]] == expected
+    assert cost["memory"]["full"]["moments"] == sum(expected)

@@ -21,7 +21,7 @@ def test_blocks_between_alike_ones_cost_what_they_cost_when_counted(tiny, tmp_pa
     """FLOPs and saved bytes to the last one: a block's step is its kind's, and each layer above adds the same."""
     context = build(tiny(*SIX_LAYERS, *memory), tmp_path)
     assert ends(context.partition) == [0, 1, 6, 7]
-    batch = to_device(context.task.train.batch(range(context.micro_rows)), context.device)
+    batch = to_device(context.data.train.batch(range(context.micro_rows)), context.device)
     direct = [run_header.counted_step(context, block, batch) for block in context.partition]
     assert run_header.counted_steps(context, batch) == direct
     assert len({step.flops for step in direct[1:7]}) == 6

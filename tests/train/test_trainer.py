@@ -43,7 +43,7 @@ def test_one_block_is_a_plain_pytorch_loop(tiny, tmp_path: Path) -> None:
     plain = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     losses = []
     for step in range(6):
-        loss = model(**context.task.train.batch(context.rows.order.rows(4 * step, 4 * step + 4))).loss
+        loss = model(**context.data.train.batch(context.rows.order.rows(4 * step, 4 * step + 4))).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         plain.step()
@@ -112,11 +112,11 @@ def test_a_visit_ends_on_a_plateau_and_says_so(tiny, tmp_path: Path) -> None:
 def test_optimizer_bytes_are_those_of_the_largest_block(tiny, tmp_path: Path) -> None:
     bt.run(tiny(), tmp_path / "run")
     (start,), (cost,), (end,) = (events_of(tmp_path / "run", kind) for kind in ("run", "cost", "end"))
-    largest = max(memory["optimizer"] for memory in cost["memory"]["blocks"])
+    largest = max(memory["moments"] for memory in cost["memory"]["blocks"])
     assert end["optimizer_bytes"] == largest
     scalars = max(block["parameters"] for block in start["blocks"])
     assert largest - 8 * scalars < 4 * 100  # both moments, and one step count of 4 bytes for each tensor
-    assert cost["memory"]["full"]["optimizer"] == sum(memory["optimizer"] for memory in cost["memory"]["blocks"])
+    assert cost["memory"]["full"]["moments"] == sum(memory["moments"] for memory in cost["memory"]["blocks"])
 
 
 def test_a_non_finite_loss_stops_with_step_block_and_batch(tiny, tmp_path: Path) -> None:

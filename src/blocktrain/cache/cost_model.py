@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from blocktrain.cache.store import STORES
+from blocktrain.probe import Medium
 from blocktrain.units import format_bytes
-
-CachePlace = Literal["device", "host", "file"]
 
 # The share of the free room that is left alone, by medium: on a device for the rest of the training step, on the host
 # and the disk for other programs.
@@ -43,31 +41,31 @@ class CacheFacts:
     row_bytes: int  # at one boundary
     boundaries: int = 1  # how many are stored at once, all written by one pass
     flops_per_second: float
-    read_bytes_per_second: Mapping[CachePlace, float]
-    write_bytes_per_second: Mapping[CachePlace, float]
-    free_bytes: Mapping[CachePlace, float]
+    read_bytes_per_second: Mapping[Medium, float]
+    write_bytes_per_second: Mapping[Medium, float]
+    free_bytes: Mapping[Medium, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheDecision:
+class StoreChoice:
     """Which of `STORES` the cache uses (None: there is no cache) and why."""
 
     place: str | None
     reason: str
 
 
-def choose(facts: CacheFacts, wanted: str = "auto") -> CacheDecision:
+def choose(facts: CacheFacts, wanted: str = "auto") -> StoreChoice:
     """The first of `STORES` that fits and pays. One that is `wanted` by name is taken whether it pays or not."""
     if wanted != "auto":
         place = wanted if wanted in STORES else None
-        return CacheDecision(place=place, reason=f"store = '{wanted}' in the configuration")
+        return StoreChoice(place=place, reason=f"store = '{wanted}' in the configuration")
     if not facts.visits[0].prefix_flops:
-        return CacheDecision(place=None, reason="cannot pay: the prefix costs no FLOPs")
+        return StoreChoice(place=None, reason="cannot pay: the prefix costs no FLOPs")
     without = facts.num_slots * sum(visit.uses * visit.prefix_flops for visit in facts.visits) / facts.flops_per_second
     fill_flops = facts.num_slots * sum(min(1.0, visit.uses) * visit.fill_flops for visit in facts.visits)
     fill_seconds = fill_flops / facts.flops_per_second
     if fill_seconds >= without:
-        return CacheDecision(place=None, reason=_no_reuse(facts.visits[0]))
+        return StoreChoice(place=None, reason=_no_reuse(facts.visits[0]))
     boundary_bytes = facts.num_slots * facts.row_bytes
     total_bytes = boundary_bytes * facts.boundaries
     refused = []
@@ -87,9 +85,9 @@ def choose(facts: CacheFacts, wanted: str = "auto") -> CacheDecision:
         seconds = fill_seconds + boundary_bytes * seconds_per_byte
         if seconds < without:
             reason = f"{place}: {seconds:.3g} s of filling and reading instead of {without:.3g} s of prefix passes"
-            return CacheDecision(place=place, reason=reason)
+            return StoreChoice(place=place, reason=reason)
         refused.append(f"{place} would take {seconds:.3g} s instead of {without:.3g} s")
-    return CacheDecision(place=None, reason="does not pay: " + "; ".join(refused))
+    return StoreChoice(place=None, reason="does not pay: " + "; ".join(refused))
 
 
 def _no_reuse(visit: VisitReuse) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blocktrain.cache.encoding import Fields
 from blocktrain.errors import StorageError, storage_errors
+from blocktrain.probe import Medium
 from blocktrain.units import format_bytes
 
 
@@ -182,7 +183,7 @@ class StoreKind:
     """
 
     make: Callable[[Path, int, RowLayout, torch.device], Store]
-    medium: Literal["device", "host", "file"]
+    medium: Medium
 
 
 def _device_store(_folder: Path, num_slots: int, layout: RowLayout, device: torch.device) -> Store:

@@ -100,7 +100,7 @@ class ExternalModule:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `TrainModule`."""
-        context, data = self.context, self.context.task.train
+        context, data = self.context, self.context.data.train
         parts = rows.split(context.micro_rows)
         weights = [int(data.weights(part.rows).sum()) for part in parts]
         loss = 0.0

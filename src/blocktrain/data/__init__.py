@@ -11,7 +11,7 @@ from blocktrain.data.chat import ChatConfig, ChatRows, open_chat
 from blocktrain.data.corpus import read_documents
 from blocktrain.data.document import Document
 from blocktrain.data.images import ImageConfig, ImageRows, open_images
-from blocktrain.data.kinds import DATA_KINDS, DataKind, TrainingData, kind_of, register
+from blocktrain.data.kinds import DATA_KINDS, DataConfig, DataKind, TrainingData, kind_of, register
 from blocktrain.data.labelled import LabelledConfig, LabelledRows, open_labelled
 from blocktrain.data.shuffle import ShuffledRows, rank_share
 from blocktrain.data.text import TextConfig, open_text
@@ -23,6 +23,7 @@ __all__ = [
     "ByteTokenizer",
     "ChatConfig",
     "ChatRows",
+    "DataConfig",
     "DataKind",
     "Document",
     "DocumentSlice",

@@ -16,7 +16,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from blocktrain.chain.resnet import ResNet
-from blocktrain.data.kinds import kind_of
 from blocktrain.errors import CheckpointError
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
@@ -166,9 +165,10 @@ def _hardware(environment: dict[str, Any]) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    texts = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
+    data: Any = config.data  # of any registered kind: a dataclass
+    texts = {field.name: getattr(data, field.name) for field in fields(data)}
     places = {name: _last_part(text) for name, text in texts.items() if isinstance(text, str)}
-    return kind_of(config.data).describe(replace(config.data, **places))
+    return config.data_kind.describe(replace(data, **places))
 
 
 def _last_part(place: str) -> str:

@@ -36,7 +36,7 @@ def divisors(rows: int) -> list[int]:
 
 def step_shape(context: TrainingContext, micro_rows: int) -> StepShape:
     """A training step of `context` over its first rows, `micro_rows` at a time."""
-    batch = to_device(context.task.train.batch(range(micro_rows)), context.device)
+    batch = to_device(context.data.train.batch(range(micro_rows)), context.device)
     return StepShape(
         loss=lambda model: model(**batch).loss,
         micro_steps=math.ceil(context.rank_rows / micro_rows),

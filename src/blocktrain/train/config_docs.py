@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+from blocktrain.data import DATA_KINDS
 from blocktrain.train.config import RunConfig
 from blocktrain.train.schema import LISTS, TABLES
 from blocktrain.units import Duration
@@ -57,7 +58,9 @@ def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) 
     text, _ = _read(inspect.getdoc(config) or "", names)
     keys, inner = [], []
     for field in dataclasses.fields(config):
-        if field.name == "tables":  # of techniques from outside the package
+        if field.name == "data":
+            inner += [(kind.config, kind.name, True) for kind in DATA_KINDS.values()]
+        if field.name in ("data", "tables"):  # the second: of techniques from outside the package
             continue
         kind = _table_in(hints[field.name])
         if kind is None:

@@ -57,7 +57,7 @@ class TrainingContext:
     partition: Partition
     growth: IdentityLayers | None  # where layers begin as the identity
     optimizer: BlockOptimizer
-    task: TrainingData
+    data: TrainingData
     rows: RowPlan
     schedule: Schedule
     rule: VisitRule
@@ -101,17 +101,17 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     ranks = ranks or Ranks()
     # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
-    task = open_data(config)
+    data = open_data(config)
     seed_everything(config.seed)
     model = load_model(
         config.model,
-        vocab_size=None if task.tokenizer is None else task.tokenizer.vocab_size,
-        row_tokens=task.row_tokens,
-        classes=task.classes,
-        pad_token=task.pad_token,
+        vocab_size=None if data.tokenizer is None else data.tokenizer.vocab_size,
+        row_tokens=data.row_tokens,
+        classes=data.classes,
+        pad_token=data.pad_token,
     ).to(device)
-    require_separate_conversations(model, task)
-    batch = task.train.batch([0])
+    require_separate_conversations(model, data)
+    batch = data.train.batch([0])
     parts = partition_by_config(model, config.blocks, batch=batch)
     growth = IdentityLayers(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
     choose_kernels(config.memory.kernels, device)
@@ -121,9 +121,9 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     schedule = config.schedule.build(seed=config.seed)
     next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
-    if rows > len(task.train):
-        raise DataError(f"batch.rows = {rows}, but there are only {len(task.train)} training rows; use fewer")
-    order = ShuffledRows(len(task.train), seed=config.seed)
+    if rows > len(data.train):
+        raise DataError(f"batch.rows = {rows}, but there are only {len(data.train)} training rows; use fewer")
+    order = ShuffledRows(len(data.train), seed=config.seed)
     plan = RowPlan(order, config.sampling, rows_per_step=rows, rank=ranks.rank, ranks=ranks.size)
     micro_rows, rank_rows = config.batch.micro_rows, rows // ranks.size
     context = TrainingContext(
@@ -134,14 +134,14 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         partition=parts,
         growth=growth,
         optimizer=optimizer_of(config, parts, folder, ranks),
-        task=task,
+        data=data,
         rows=plan,
         schedule=schedule,
         rule=config.schedule.plateau or FullLength(),
         geometry=BatchGeometry(
-            tokens_per_step=rows * task.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows
+            tokens_per_step=rows * data.units_per_row, rows_per_step=rows, rows_per_epoch=plan.subset_rows
         ),
-        tokenizer=task.tokenizer,
+        tokenizer=data.tokenizer,
         ranks=ranks,
     )
     _require_settled_checkpoints(config, context.geometry)

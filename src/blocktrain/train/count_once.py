@@ -30,7 +30,7 @@ MOST = 64  # counts that are remembered; each is a few kilobytes
 NO_PART = {
     *("name", "seed", "learning_rate", "log_every", "stop", "tracking", "on_nonfinite"),
     *("evaluation", "checkpoint", "prefix", "sampling"),  # they lie beside the step
-    *("text", "chat", "labelled", "images"),  # the first batch is looked at instead
+    "data",  # the first batch is looked at instead
     *("schedule", "distributed"),  # what visits train, the layout and the number of processes are looked at instead
 }
 
@@ -57,7 +57,7 @@ def fingerprint(context: TrainingContext) -> str:
 
 
 def _parts(context: TrainingContext) -> Iterator[object]:
-    config = to_mapping(context.config)
+    config = to_mapping(context.config, leave_out=NO_PART)
     optimizer = {key: value for key, value in config["optimizer"].items() if key != "lr"}
     yield {key: value for key, value in config.items() if key not in NO_PART} | {"optimizer": optimizer}
     yield [str(context.device), context.micro_rows, context.rank_rows]
@@ -67,6 +67,6 @@ def _parts(context: TrainingContext) -> Iterator[object]:
         yield [name, str(tensor.dtype), str(tensor.device), list(tensor.shape)]
     for block in (*context.partition, *context.trained):
         yield [block.index, block.names, {name: str(block.rows.get(name)) for name in block.parameters}]
-    for name, tensor in to_device(context.task.train.batch(range(context.micro_rows)), context.device).items():
+    for name, tensor in to_device(context.data.train.batch(range(context.micro_rows)), context.device).items():
         yield [name, str(tensor.dtype), list(tensor.shape)]  # a mask decides which code the model runs
         yield tensor.cpu().flatten().view(torch.uint8).numpy().tobytes()

@@ -17,7 +17,7 @@ def evaluate(context: TrainingContext, model: nn.Module) -> tuple[Score, list[An
     settings = context.config.evaluation
     with evaluating(model):
         scored = score(
-            context.task,
+            context.data,
             model,
             rows=settings.rows,
             batch_rows=settings.batch_rows,

@@ -35,7 +35,7 @@ class Answer:
 def ask(context: TrainingContext) -> list[Answer]:
     """The answers to the first `evaluation.generate` validation conversations; none where that is 0. The model must be
     in eval mode."""
-    settings, conversations, tokenizer = context.config.evaluation, context.task.conversations, context.tokenizer
+    settings, conversations, tokenizer = context.config.evaluation, context.data.conversations, context.tokenizer
     if not settings.generate or conversations is None or tokenizer is None:
         return []
     count = min(settings.generate, conversations.num_conversations)

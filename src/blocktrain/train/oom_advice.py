@@ -125,7 +125,7 @@ def _checkpointing(context: TrainingContext, parts: Parts) -> Saving:
 
 def _chunked_loss(context: TrainingContext, parts: Parts) -> Saving:
     config = context.config
-    if config.memory.loss_chunk is not None or (config.text or config.chat) is None:
+    if config.memory.loss_chunk is not None or not config.data_kind.has_vocabulary:
         return None
     tokens = context.micro_rows * context.geometry.tokens_per_step // config.batch.rows
     return f"memory.loss_chunk = {max(1, tokens // 10)}", parts.get("logits", 0) * 9 // 10

@@ -38,7 +38,7 @@ class RankPasses:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `Passes`."""
-        context, data = self._context, self._context.task.train
+        context, data = self._context, self._context.data.train
         parts = context.rows.mine(rows).split(context.micro_rows)
         weights = [int(data.weights(part.rows).sum()) for part in parts]
         total = int(data.weights(rows.rows).sum())
@@ -69,7 +69,7 @@ class PipelinePasses:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `Passes`; the loss is returned on rank 0, the others have no share of it."""
-        context, data = self._context, self._context.task.train
+        context, data = self._context, self._context.data.train
         rank, size = context.ranks.rank, context.ranks.size
         parts = context.rows.in_turn(rows, context.micro_rows)
         weights = [int(data.weights(part.rows).sum()) for part in parts]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,8 +20,16 @@ from blocktrain.chain.freezing import activate, evaluating, release
 from blocktrain.data.batch import to_device
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.memory.tracker import Peak
-from blocktrain.records.codec import decode
-from blocktrain.records.run_records import BlockSummary, MemoryPeaks, RunHeader, StepCosts
+from blocktrain.records.run_records import (
+    BlockSummary,
+    GrowingStep,
+    MemoryPeaks,
+    PeakMemory,
+    RunHeader,
+    StepCosts,
+    StepFlops,
+    StepMemory,
+)
 from blocktrain.runtime import pick_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
@@ -43,24 +50,25 @@ def count_opening(context: TrainingContext, header: RunHeader, micro_rows: int |
         micro_rows = chosen.micro_rows
     if micro_rows is not None:
         context = replace(context, micro_rows=micro_rows)
+    costs = count_once(_costs, context)
     return Opening(
         header=header,
-        costs=decode(StepCosts, {**count_once(_costs, context), **_growing(context)}),
-        memory=decode(MemoryPeaks, count_once(_memory, context)),
+        costs=replace(costs, growing=_growing_steps(context)),
+        memory=count_once(_memory_peaks, context),
         micro_batch=chosen,
     )
 
 
-def _memory(context: TrainingContext) -> dict[str, Any]:
+def _memory_peaks(context: TrainingContext) -> MemoryPeaks:
     """Tracked peaks of one optimizer step, by part: in a visit to each block, and with all of them active."""
     step = step_shape(context, context.micro_rows)
     blocks = predicted_peaks(context.optimizer, step, blocks=context.trained)
     (full,) = predicted_peaks(context.optimizer, step, partition=context.partition.undivided)
-    return {"blocks": [_peak(peak) for peak in blocks], "full": _peak(full)}
+    return MemoryPeaks(blocks=tuple(_record_of(peak) for peak in blocks), full=_record_of(full))
 
 
-def _peak(peak: Peak) -> dict[str, Any]:
-    return {"parts": dict(peak.parts), "host_bytes": peak.host_bytes, "operation": peak.operation}
+def _record_of(peak: Peak) -> PeakMemory:
+    return PeakMemory(parts=dict(peak.parts), host_bytes=peak.host_bytes, operation=peak.operation)
 
 
 def run_header(context: TrainingContext, method: str) -> RunHeader:
@@ -71,7 +79,7 @@ def run_header(context: TrainingContext, method: str) -> RunHeader:
         name=config.name,
         model=type(context.model).__name__,
         parameters=context.partition.num_parameters,
-        unit=context.task.unit,
+        unit=context.data.unit,
         tokens_per_step=context.geometry.tokens_per_step,
         rows_per_step=context.geometry.rows_per_step,
         steps_planned=context.total_steps,
@@ -98,35 +106,34 @@ def run_header(context: TrainingContext, method: str) -> RunHeader:
     )
 
 
-def _costs(context: TrainingContext) -> dict[str, Any]:
-    """FLOPs of an optimizer step over all its rows, bytes in one process: all blocks active, and in a visit to each."""
-    batch = to_device(context.task.train.batch(range(context.micro_rows)), context.device)
+def _costs(context: TrainingContext) -> StepCosts:
+    """FLOPs of an optimizer step over all its rows and bytes in one process: with all blocks active, and in a visit to
+    each."""
+    batch = to_device(context.data.train.batch(range(context.micro_rows)), context.device)
     blocks = (context.partition.whole, *context.trained)
-    steps = (counted_step(context, context.partition.whole, batch), *counted_steps(context, batch))
+    full, *steps = (counted_step(context, context.partition.whole, batch), *counted_steps(context, batch))
     layers = layer_costs(context.partition.chain, batch)
-    full, *theory = [_of_all_rows(context, flops) for flops in _theory(context, blocks, batch, layers)]
-    memory = [_memory_by_arithmetic(context, block, step) for block, step in zip(blocks, steps, strict=True)]
-    return {
-        "flops": {
-            "full": _of_all_rows(context, steps[0].flops),
-            "blocks": [_of_all_rows(context, step.flops) for step in steps[1:]],
-            "theory_full": full,
-            "theory_blocks": theory,
-            "forward_layers": [_of_all_rows(context, layer.forward_flops) for layer in layers],
-        },
-        "memory": {"full": memory[0], "blocks": memory[1:]},
-    }
+    theory_full, *theory_blocks = [_of_all_rows(context, flops) for flops in _theory(context, blocks, batch, layers)]
+    memory = [_memory_by_arithmetic(context, block, step) for block, step in zip(blocks, (full, *steps), strict=True)]
+    flops = StepFlops(
+        full=_of_all_rows(context, full.flops),
+        blocks=tuple(_of_all_rows(context, step.flops) for step in steps),
+        theory_full=theory_full,
+        theory_blocks=tuple(theory_blocks),
+        forward_layers=tuple(_of_all_rows(context, layer.forward_flops) for layer in layers),
+    )
+    return StepCosts(flops=flops, memory=StepMemory(full=memory[0], blocks=tuple(memory[1:])))
 
 
-def _growing(context: TrainingContext) -> dict[str, Any]:
+def _growing_steps(context: TrainingContext) -> tuple[GrowingStep, ...]:
     """FLOPs of an optimizer step in the visits that leave layers out."""
     found = []
     for visit, layers in growing_visits(context):
-        batch = to_device(context.task.train.batch(range(context.micro_rows)), context.device)
+        batch = to_device(context.data.train.batch(range(context.micro_rows)), context.device)
         step = counted_step(context, visit.block, batch, without=layers)
-        place = {"block": visit.block.index, "left_out": len(layers)}
-        found.append({**place, "flops": _of_all_rows(context, step.flops)})
-    return {"growing": found} if found else {}
+        flops = _of_all_rows(context, step.flops)
+        found.append(GrowingStep(block=visit.block.index, left_out=len(layers), flops=flops))
+    return tuple(found)
 
 
 def _of_all_rows(context: TrainingContext, flops: int) -> int:
@@ -196,7 +203,7 @@ def _memory_by_arithmetic(context: TrainingContext, block: Block, step: StepCost
         "weights": context.optimizer.weight_bytes(block) + sum(b.nbytes for b in context.model.buffers()),
         "master": master,
         "gradients": gradients + passing,
-        "optimizer": context.optimizer.predicted_state_bytes(block),
+        "moments": context.optimizer.predicted_state_bytes(block),
         "activations": step.saved_bytes,
     }
 

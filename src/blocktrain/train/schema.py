@@ -10,7 +10,7 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -24,29 +24,43 @@ LISTS = (list, tuple, Sequence)
 TABLES = (dict, Mapping)
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
-    """Build dataclass `cls` from nested mappings; `where` is the dotted key of `values` in the file."""
+def from_mapping(
+    cls: type[T],
+    values: Mapping[str, Any],
+    *,
+    where: str = "",
+    built: Mapping[str, Any] | None = None,
+    also_known: Collection[str] = (),
+) -> T:
+    """Build dataclass `cls` from nested mappings.
+
+    where: the dotted key of `values` in the file.
+    built: fields that the caller has made from other keys.
+    also_known: the names of those keys, for the message about an unknown key.
+    """
+    built = built or {}
     hints = typing.get_type_hints(cls)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    known = {field.name: hints[field.name] for field in fields if field.name not in built}
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, known)}")
+            raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, [*known, *also_known])}")
     converted = {key: _convert(known[key], value, _join(where, key)) for key, value in values.items()}
-    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
-        if _required(field) and field.name not in values:
+    for field in fields:
+        if _required(field) and field.name not in (*values, *built):
             raise ConfigError(f"key '{_join(where, field.name)}' is missing")
     try:
-        return cls(**converted)
+        return cls(**converted, **built)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from None
 
 
-def to_mapping(config: Any) -> dict[str, Any]:
+def to_mapping(config: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """The inverse: plain dictionaries, lists, strings and numbers; keys that are None are left out."""
     result: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value is None:
+        if value is None or field.name in leave_out:
             continue
         result[field.name] = _plain(value)
     return result

@@ -27,7 +27,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.records.run_records import Record
 from blocktrain.schedule import Visit
-from blocktrain.train.config import EXTRA_TABLES
+from blocktrain.train.config import CONFLICTS, EXTRA_TABLES, Conflict
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.opening import Opening
 
@@ -173,14 +173,18 @@ Build = Callable[[TrainingContext, Opening, Path], Technique | None]
 TECHNIQUES: dict[str, Build] = {}  # by name, the outermost first
 
 
-def register_technique(name: str, build: Build, *, table: type | None = None) -> None:
+def register_technique(
+    name: str, build: Build, *, table: type | None = None, conflicts: Sequence[Conflict] = ()
+) -> None:
     """Make a technique known to all runs.
 
     table: a frozen dataclass, for a technique that has a TOML table `[name]` of its own; a run's configuration then has
         it as `config.tables[name]`, where the table is given. The keys of the package's own techniques are in
-        `train/config.py`.
+        `train/tables.py`.
+    conflicts: the settings that it cannot stand beside, which are refused when a configuration is read.
     """
     TECHNIQUES[name] = build
+    CONFLICTS.extend(conflicts)
     if table is not None:
         EXTRA_TABLES[name] = table
 

@@ -258,7 +258,7 @@ class Trainer:
         self._log.sync()
         self.progress.techniques, self.progress.seconds = self._prepared.techniques.state(), self._seconds()
         header = CheckpointHeader(
-            progress=self.progress, log_bytes=self._log.length(), data=self.context.task.fingerprint
+            progress=self.progress, log_bytes=self._log.length(), data=self.context.data.fingerprint
         )
         keep = self.context.config.checkpoint.keep
         write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
@@ -268,7 +268,7 @@ class Trainer:
         """Load a checkpoint into the context."""
         path = self.folder.checkpoints / name
         saved = load_checkpoint(path, self.context.partition, self.context.optimizer)
-        if saved.data != self.context.task.fingerprint:
+        if saved.data != self.context.data.fingerprint:
             raise CheckpointError(
                 f"the training data have changed since '{path}' was written, so the run cannot continue on them; "
                 "restore the data, or start a new run with another --out"

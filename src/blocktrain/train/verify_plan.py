@@ -20,6 +20,7 @@ from blocktrain.chain.block import Block
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.model_loading import ModelConfig, load_model
 from blocktrain.chain.partition import partition_by_config
+from blocktrain.data.text import TextConfig
 from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.parts import HOST
 from blocktrain.memory.tracker import MemoryTracker
@@ -52,9 +53,9 @@ def tracked_peak(config: RunConfig) -> dict[int, int]:
 
     config: a run on text, on one device. Host and device are counted as two memories, although both are this machine's.
     """
-    assert config.text is not None
+    assert isinstance(config.data, TextConfig)
     fake = fake_copy(_on_meta(config.model))
-    ids = torch.zeros(1, config.text.row_tokens, dtype=torch.long)
+    ids = torch.zeros(1, config.data.row_tokens, dtype=torch.long)
     partition = partition_by_config(fake.model, config.blocks, batch={"input_ids": ids, "labels": ids})
     optimizer = optimizer_of(config, partition, Path(), Ranks(), on_host=OnHost(side_stream=AlwaysCopying))
     largest = max(partition, key=lambda block: block.num_parameters).index
@@ -88,9 +89,9 @@ class _Step:
     def take(self, block: Block) -> None:
         """Forward and backward passes of the micro-batches, the clip and the update."""
         config, model = self.config, self.fake.model
-        assert config.text is not None
+        assert isinstance(config.data, TextConfig)
         micro_rows = config.batch.micro_rows if isinstance(config.batch.micro_rows, int) else config.batch.rows
-        ids = torch.zeros(micro_rows, config.text.row_tokens, dtype=torch.long)  # (micro_rows, row_tokens)
+        ids = torch.zeros(micro_rows, config.data.row_tokens, dtype=torch.long)  # (micro_rows, row_tokens)
         boundary = block.boundary if config.prefix.store != "off" else 0
         width = cast(Any, model.config).hidden_size
         for _ in range(min(config.batch.rows // micro_rows, MOST_MICRO_STEPS)):

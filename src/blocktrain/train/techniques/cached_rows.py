@@ -91,7 +91,7 @@ def key_of(context: TrainingContext, visit: Visit) -> Key:
     subset = context.rows.subset(visit=visit.index, sweep=visit.sweep)
     return {
         "rows": hashlib.sha256(context.rows.subset_indices(subset).tobytes()).hexdigest(),
-        "data": context.task.fingerprint,
+        "data": context.data.fingerprint,
         "first_variant": subset * (context.config.sampling.variants or 0),
         "transformers": transformers.__version__,
         "rank": [context.ranks.rank, context.ranks.size],  # whose slots these are
@@ -107,4 +107,4 @@ def sample(context: TrainingContext, visit: Visit, rows: int) -> dict[str, Tenso
 
 def batch_of(context: TrainingContext, rows: StepRows) -> dict[str, Tensor]:
     """The model's inputs for these rows."""
-    return to_device(context.task.train.batch(rows.rows, variant=rows.variant), context.device)
+    return to_device(context.data.train.batch(rows.rows, variant=rows.variant), context.device)

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blocktrain.cache.cost_model import CacheDecision as Choice
-from blocktrain.cache.cost_model import CacheFacts, CachePlace, VisitReuse, choose
+from blocktrain.cache.cost_model import CacheFacts, StoreChoice, VisitReuse, choose
 from blocktrain.cache.encoding import Encoding
 from blocktrain.cache.ledger import Fingerprints
 from blocktrain.cache.prefix_cache import CacheStatistics, PrefixCache
@@ -31,7 +30,7 @@ from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import StorageError
 from blocktrain.parallel.ranks import Ranks
-from blocktrain.probe import Bandwidths, free_bytes, measure_bandwidths
+from blocktrain.probe import Bandwidths, Medium, free_bytes, measure_bandwidths
 from blocktrain.records.run_records import CacheDecision, CacheUse, Record
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
@@ -64,7 +63,7 @@ class PrefixCaching(Technique):
         self._cache: PrefixCache | None = None
         self._place = "host"  # a name in `STORES`
         self._bandwidths: Bandwidths | None = None  # measured once, when first needed
-        self._choice: Choice | None = None
+        self._choice: StoreChoice | None = None
         self._flops_per_second = float("inf")
         self._row_bytes = 0  # of a row's stored states
         self._saved_before_giving_up = 0  # FLOPs, in a visit whose cache was given up
@@ -101,7 +100,7 @@ class PrefixCaching(Technique):
         if choice is None:
             return []
         if choice["place"] is not None and self.broken is None:
-            self._choice = Choice(**choice)
+            self._choice = StoreChoice(**choice)
             try:
                 self._open_cache(visit, boundary, choice["place"])
             except (BoundaryError, StorageError) as error:
@@ -220,7 +219,7 @@ class PrefixCaching(Technique):
     def _choose(
         self, visit: Visit, boundary: int, refused: str | None, decided: Mapping[str, Any] | None
     ) -> dict[str, Any] | None:
-        """The fields of a `Choice`, decided now or taken from the record `decided`; None where there is nothing
+        """The fields of a `StoreChoice`, decided now or taken from the record `decided`; None where there is nothing
         left to decide."""
         if self.broken is not None:
             if self._given_up is None:
@@ -236,12 +235,12 @@ class PrefixCaching(Technique):
             self._give_up(error)
             return {"place": None, "reason": self.broken}
 
-    def _decide(self, visit: Visit, boundary: int) -> Choice:
+    def _decide(self, visit: Visit, boundary: int) -> StoreChoice:
         """Count, measure, choose."""
         context, config = self.context, self.context.config.prefix
         kept = len([at for at in self._kept() or (boundary,) if at <= boundary])
-        free: dict[CachePlace, float] = free_bytes(context.device, self.folder)
-        shared_by: dict[CachePlace, int] = {"device": 1, "host": context.ranks.local_size, "file": context.ranks.size}
+        free: dict[Medium, float] = free_bytes(context.device, self.folder)
+        shared_by: dict[Medium, int] = {"device": 1, "host": context.ranks.local_size, "file": context.ranks.size}
         if self._cache is not None:  # it is not in its own way
             medium = STORES[self._place].medium
             free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
@@ -348,7 +347,7 @@ def _refusal(context: TrainingContext) -> str | None:
     """Why the prefix of this run cannot be stored at all."""
     if context.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
-    if context.task.augmented and context.config.sampling.variants is None:
+    if context.data.augmented and context.config.sampling.variants is None:
         return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
     return None
 

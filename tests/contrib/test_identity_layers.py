@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocktrain.chain.growth import Growth
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import blocktrain as bt
 from blocktrain.chain.chain import Chain
+from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.errors import ConfigError
 from blocktrain.memory.flops import count_flops
 
-ARCHITECTURES = runpy.run_path(str(Path(__file__).with_name("test_huggingface.py")))
+ARCHITECTURES = runpy.run_path(str(Path(__file__).parents[1] / "chain" / "test_huggingface.py"))
 DENSE = [
     "gpt2",
     "gpt_neox",
@@ -52,7 +52,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tenso
 @pytest.mark.parametrize("name", DENSE)
 def test_left_out_or_not_a_step_is_the_same(name: str) -> None:
     chain, batch = find_chain(name), tokens()
-    growth, outside = Growth(chain, batch), chain.layers[2:-1]
+    growth, outside = IdentityLayers(chain, batch), chain.layers[2:-1]
     for layer in outside:
         for _, parameter in layer.named_parameters():
             parameter.requires_grad_(False)
@@ -67,7 +67,7 @@ def test_left_out_or_not_a_step_is_the_same(name: str) -> None:
 
 def test_what_is_left_out_costs_nothing_and_is_run_again_afterwards() -> None:
     chain, batch = find_chain("llama"), tokens()
-    growth = Growth(chain, batch)
+    growth = IdentityLayers(chain, batch)
 
     def cost() -> int:
         return count_flops(lambda: chain.model(**batch))
@@ -82,7 +82,7 @@ def test_what_is_left_out_costs_nothing_and_is_run_again_afterwards() -> None:
 
 def test_only_the_last_matrix_of_each_branch_is_zero() -> None:
     chain = find_chain("gpt2")
-    Growth(chain, tokens())
+    IdentityLayers(chain, tokens())
     zero = {name for name, parameter in chain.model.named_parameters() if parameter.dim() == 2 and not parameter.any()}
     assert zero == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(3) for part in ("attn", "mlp")}
 
@@ -90,7 +90,7 @@ def test_only_the_last_matrix_of_each_branch_is_zero() -> None:
 def test_every_weight_learns_after_two_steps() -> None:
     """In the first one the matrices before a zero have no gradient."""
     chain, batch = find_chain("llama"), tokens()
-    Growth(chain, batch)
+    IdentityLayers(chain, batch)
     before = {name: parameter.detach().clone() for name, parameter in chain.model.named_parameters()}
     optimizer = torch.optim.SGD(chain.model.parameters(), lr=1.0)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_every_weight_learns_after_two_steps() -> None:
 def test_layers_that_cannot_begin_so_are_refused(name: str) -> None:
     """Norms behind the sum; the last matrices of experts, which are no modules."""
     with pytest.raises(ConfigError, match=r"layer 'model\..*layers\.\d' of .* is not the identity .*leave out"):
-        Growth(find_chain(name), tokens())
+        IdentityLayers(find_chain(name), tokens())
 
 
 def test_a_branch_that_would_never_learn_is_refused() -> None:
@@ -127,4 +127,4 @@ def test_a_branch_that_would_never_learn_is_refused() -> None:
 
     chain = Chain.of_modules(Model(), {str(i): [f"layers.{i}"] for i in range(3)})
     with pytest.raises(ConfigError, match=r"would never learn; leave out model\.zero_residuals"):
-        Growth(chain, {"x": torch.randn(2, 8)})
+        IdentityLayers(chain, {"x": torch.randn(2, 8)})
