@@ -148,6 +148,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands run in order, in one folder, as a reader types them; runs are shortened."""
     monkeypatch.chdir(tmp_path)

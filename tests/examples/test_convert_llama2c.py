@@ -58,6 +58,7 @@ def test_tokens_are_those_of_llama2c(folder: Path, shared_data: Path):
     assert ids == encode(text, pieces)
 
 
+@pytest.mark.slow
 def test_the_gsm8k_example_runs_on_it(folder: Path, shared_data: Path, tmp_path: Path):
     """The example as it is, but for its length."""
     places = {"chat.source": shared_data / "gsm8k", "model.path": folder, "chat.tokenizer": folder}

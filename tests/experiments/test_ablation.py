@@ -34,6 +34,7 @@ def test_seeds_are_averaged_and_what_was_not_reached_says_so() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_growing_run_is_timed_by_the_layers_that_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its three visits of one step each leave out four layers, two and none; the run stops at the second visit to
     block 0, which leaves out none."""

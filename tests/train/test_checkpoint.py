@@ -245,7 +245,7 @@ def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
     config = tiny(f"text.source={corpus}")
     run = bt.run(config, tmp_path / "run").path
     corpus.write_text(Path(json.decoder.__file__).read_text() + "# one more line\n")
-    with pytest.raises(CheckpointError, match="the training data are not those of"):
+    with pytest.raises(CheckpointError, match="the training data have changed since"):
         bt.resume(run)
 
 

@@ -40,6 +40,7 @@ except bt.BlocktrainError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is kept by Linux alone")
 def test_a_failed_allocation_ends_the_run_with_a_plan(tiny, tmp_path: Path) -> None:
     """Steps with three times 47 MiB of logits, in a process that is suddenly allowed 32 MiB more."""
