@@ -17,7 +17,7 @@ import torch
 from blocktrain.records.log import read_events
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
-from blocktrain.train.schema import override
+from blocktrain.train.toml_dataclasses import override
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_PROCESSES = 8  # each imports PyTorch and transformers

@@ -3,7 +3,7 @@
     python benchmarks/memory/memory.py [--only llama-2-7b ...] [--again] [--out benchmarks/memory/result.json]
 
 Each configuration is a model that is never allocated, cut into blocks and trained by `BlockOptimizer`;
-`blocktrain.train.memory_profile` tells the worst moment of each visit, by part. A row is stored when it is done, and a
+`blocktrain.train.predict_memory` tells the worst moment of each visit, by part. A row is stored when it is done, and a
 configuration that has one is not measured again unless told to.
 
 What is measured is a GPU beside its host, on tensors of a CPU, where both are one memory. So here a copy to the device
@@ -33,7 +33,7 @@ from blocktrain.optim.factory import meta_scalars_read_as_one
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.runtime import SideStream, environment, pick_device, source_commit
 from blocktrain.train.config import MemoryConfig
-from blocktrain.train.memory_profile import StepShape, peaks_of_all
+from blocktrain.train.predict_memory import StepShape, peaks_of_all
 from blocktrain.train.techniques.memory_saving import saving_memory
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import blocktrain as bt
 from blocktrain.optim.precision import PRESETS
 from blocktrain.runtime import environment, pick_device
-from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, BLOCKS = 20, 1088, 17, 16384, 256, 8
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from blocktrain.optim.block_optimizer import BlockOptimizer
     from blocktrain.optim.offloaded_weights import OnDevice, OnHost
     from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
-    from blocktrain.optim.state import Drop, KeepOnDisk, KeepOnHost
+    from blocktrain.optim.state_store import Drop, KeepOnDisk, KeepOnHost
     from blocktrain.schedule import Cyclic, Visit
     from blocktrain.stopping import FullLength, Plateau, RunLimit
     from blocktrain.train.config import RunConfig
@@ -42,13 +42,13 @@ _HOME = {
     "BlockOptimizer": "optim.block_optimizer",
     "BlocktrainError": "errors",
     "Cyclic": "schedule",
-    "Drop": "optim.state",
+    "Drop": "optim.state_store",
     "Duration": "units",
     "FP32": "optim.precision",
     "FullLength": "stopping",
     "INT8": "optim.precision",
-    "KeepOnDisk": "optim.state",
-    "KeepOnHost": "optim.state",
+    "KeepOnDisk": "optim.state_store",
+    "KeepOnHost": "optim.state_store",
     "NF4": "optim.precision",
     "OnDevice": "optim.offloaded_weights",
     "OnHost": "optim.offloaded_weights",

@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.cache.encoding import Encoding, EncodingKind
-from blocktrain.cache.ledger import Ledger
 from blocktrain.cache.prefix_cache import MakeStore, PrefixCache
+from blocktrain.cache.slot_ledger import Ledger
 from blocktrain.cache.store import FileStore, MemoryStore, RowLayout
 from blocktrain.chain.block import Partition
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner

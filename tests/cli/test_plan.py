@@ -18,7 +18,7 @@ from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
 from blocktrain.records.log import EventLog
 from blocktrain.train.config import MemoryConfig, RunConfig
-from blocktrain.train.schema import read_toml
+from blocktrain.train.toml_dataclasses import read_toml
 
 GOOD = {"--model": "llama-2-7b", "--tokens": "1B", "--seq": "1024", "--gpu": "rtx4090"}
 TINY = {

@@ -18,7 +18,7 @@ from blocktrain.optim.factory import hidden_matrices
 from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT
 from blocktrain.schedule import Cyclic
-from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 from blocktrain.units import Duration
 
 from ..optim.conftest import assert_nothing_moves

@@ -88,7 +88,7 @@ def renamed(recording: Recording) -> Recording:
 
     def rename(event: dict[str, Any]) -> dict[str, Any]:
         tables = {key: RENAMED_VALUES.get((event["kind"], key), {}) for key in event}
-        event = {key: tables[key][value] if tables[key] else value for key, value in event.items()}
+        event = {key: tables[key].get(value, value) if tables[key] else value for key, value in event.items()}
         if event["kind"] == "cost":
             full, *blocks = (
                 _with_renamed_parts(part) for part in (event["memory"]["full"], *event["memory"]["blocks"])

@@ -12,8 +12,8 @@ from blocktrain.optim import adamw8bit
 from blocktrain.optim.adamw8bit import GROUP, SMALLEST, AdamW8bit, decode, encode
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, Precision
-from blocktrain.optim.quantize import has_bitsandbytes
-from blocktrain.optim.state import KeepOnDisk
+from blocktrain.optim.quantize_weights import has_bitsandbytes
+from blocktrain.optim.state_store import KeepOnDisk
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

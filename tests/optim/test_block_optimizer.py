@@ -18,7 +18,7 @@ from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.decay import nothing
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, PRESETS, Precision, join
-from blocktrain.optim.state import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.state_store import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
 from blocktrain.schedule import Cyclic, Span
 from blocktrain.units import Duration
 
@@ -592,7 +592,7 @@ def test_visits_do_not_nest(gpt2):
     optimizer = BlockOptimizer(parts, torch.optim.AdamW)
     with optimizer.visit(parts[0]):
         with (
-            pytest.raises(ConfigError, match=r"Block\(1: .*cannot be activated: Block\(0: .*still is; leave its visit"),
+            pytest.raises(ConfigError, match=r"Block\(1: .*cannot be activated: the visit to Block\(0: .*still open"),
             optimizer.visit(parts[1]),
         ):
             pass

@@ -22,7 +22,7 @@ from blocktrain.modules.wrap import wrap_forward
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, NF4, Precision, half
-from blocktrain.optim.quantize import quantize
+from blocktrain.optim.quantize_weights import quantize
 
 KINDS: dict[str, tuple[Precision, FrozenPlace]] = {
     "int8": (INT8, OnDevice()),

@@ -19,7 +19,7 @@ from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 from blocktrain.train.checkpoint import CheckpointHeader, load_checkpoint, save_checkpoint
-from blocktrain.train.progress import Progress
+from blocktrain.train.trainer_state import TrainerState
 
 NORM = 2 * 16  # GPT-2's last, weights and biases: with the tied embedding it is left to the model as a whole
 VOCABULARY, TOKENS, ROWS, STEPS = 32, 8, 4, 2
@@ -133,7 +133,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
             for block in plain:
                 writer.load_block_weights(block.index, whole)
             writer.load_state_dict(state)
-            saved = CheckpointHeader(progress=Progress(step=STEPS * 3), log_bytes=0, data="")
+            saved = CheckpointHeader(progress=TrainerState(step=STEPS * 3), log_bytes=0, data="")
             save_checkpoint(Path(checkpoints), saved, partition=plain, trained=writer, keep=1)
         losses += sweep(ranks, optimizer, first=STEPS * 3)
         found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": [], "cut": []}

@@ -13,7 +13,7 @@ from blocktrain.records.log import Event, read_events
 from blocktrain.train import auto_micro_batch
 from blocktrain.train.auto_micro_batch import auto_micro_rows, beside_weights, divisors, step_shape
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.memory_profile import predicted_peaks
+from blocktrain.train.predict_memory import predicted_peaks
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_one_that_fails_in_the_rehearsal_is_divided(context: TrainingContext, mo
 def test_nothing_fits(context: TrainingContext, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 1000)
     with pytest.raises(
-        OutOfMemoryError, match=r"not a single row fits: .* needed beside the weights, 1000 B free; the l"
+        OutOfMemoryError, match=r"not a single row fits: .* needed in addition to the weights, 1000 B free; the l"
     ):
         auto_micro_rows(context)
 

@@ -20,7 +20,7 @@ from blocktrain.records.run_records import Record, Step
 from blocktrain.train import checkpoint as module
 from blocktrain.train.checkpoint import CheckpointHeader, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.context import build
-from blocktrain.train.progress import Progress
+from blocktrain.train.trainer_state import TrainerState
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def newest(run: Path) -> Path:
 
 
 def save(context, folder: Path, step: int, keep: int = 5) -> Path:
-    saved = CheckpointHeader(progress=Progress(step=step), log_bytes=0, data="some rows")
+    saved = CheckpointHeader(progress=TrainerState(step=step), log_bytes=0, data="some rows")
     return save_checkpoint(folder, saved, partition=context.partition, trained=context.optimizer, keep=keep)
 
 

@@ -23,7 +23,7 @@ from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerErr
 from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import MemoryPeaks, PeakMemory, Record, Step, StepCosts, StepFlops, StepMemory
 from blocktrain.testing import run_distributed
-from blocktrain.train import run_header
+from blocktrain.train import step_costs
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import TrainingContext
 
@@ -70,7 +70,7 @@ def track_nothing(context: TrainingContext) -> MemoryPeaks:
 
 def count_nothing_here() -> None:
     """For this process, from now on."""
-    run_header._costs, run_header._memory_peaks = count_nothing, track_nothing
+    step_costs._costs, step_costs._memory_peaks = count_nothing, track_nothing
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:
@@ -413,7 +413,7 @@ def test_steps_taken_apart_go_on_from_a_checkpoint_as_if_never_interrupted(mappi
 
 
 def test_a_checkpoint_where_the_ranks_differ_is_refused(mapping, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.every is 3 steps, no multiple of distributed.sync_every = 2"):
+    with pytest.raises(ConfigError, match=r"3 steps, which is not a multiple of distributed.sync_every = 2"):
         bt.run(bt.RunConfig.from_mapping(mapping("gpt2", *APART, "checkpoint.every=3 steps")), tmp_path / "run")
 
 
@@ -490,7 +490,7 @@ def test_what_a_layout_does_not_go_with_is_named(mapping, overrides: list[str], 
 
 
 def test_what_is_learned_cannot_be_changed_in_a_run_that_has_begun(tiny) -> None:
-    with pytest.raises(ConfigError, match=r"'optimizer\.lr' cannot be changed in a run that has begun"):
+    with pytest.raises(ConfigError, match=r"'optimizer\.lr' cannot be changed after a run has started"):
         tiny().moved(["optimizer.lr=0.1"])
     assert tiny().moved([]) == tiny()
     assert tiny().moved(["device=cuda:1"]).device == "cuda:1"

@@ -18,7 +18,7 @@ from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import Record, Step
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
-from blocktrain.train import run_header
+from blocktrain.train import step_costs
 from blocktrain.train.context import build
 from blocktrain.train.techniques import growth
 from blocktrain.train.techniques.growth import Growth, left_out
@@ -69,7 +69,7 @@ def test_left_out_or_not_a_run_is_the_same(
         [3, 1, 0] if "blocks.pieces=modules" in overrides else [4, 2, 0]
     )
     monkeypatch.setattr(growth, "left_out", lambda _job, _visit: ())
-    monkeypatch.setattr(run_header, "growing_visits", lambda _job: ())
+    monkeypatch.setattr(step_costs, "growing_visits", lambda _job: ())
     bt.run(config, tmp_path / "whole")
     grown, whole = learned(tmp_path / "grown"), learned(tmp_path / "whole")
     assert grown == whole

@@ -64,7 +64,7 @@ def test_a_failed_allocation_ends_the_run_with_a_plan(tiny, tmp_path: Path) -> N
 def test_the_plan_names_the_largest_part_and_the_nearest_changes(tiny, tmp_path: Path) -> None:
     context = build(tiny("batch.rows=8"), tmp_path)
     text = advice(context, PARTS)
-    assert text.startswith("the largest part of a step is activations, 800 B (beside frozen 400 B, moments 120 B, ")
+    assert text.startswith("the largest part of a step is activations, 800 B (the rest: frozen 400 B, moments 120 B, ")
     order = ["memory.checkpointing = 'layers' saves about 666 B", "batch.micro_rows 8 -> 4 saves about 420 B"]
     order += ["precision = 'bf16-exact' saves about 170 B", "blocks.count 3 -> 6 saves about 90 B"]
     order += ["memory.loss_chunk = 12 saves about 36 B"]

@@ -17,7 +17,7 @@ from blocktrain.records.log import read_events
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import build
 from blocktrain.train.run import run
-from blocktrain.train.schema import override
+from blocktrain.train.toml_dataclasses import override
 
 PAIRS = [("Who?", "A model of a few numbers."), ("1 + 1?", "2"), ("1 + 2?", "3"), ("2 + 2?", "4"), ("2 + 3?", "5")]
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -173,11 +173,11 @@ def test_a_classifier_learns_and_is_exported(architecture: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["text.source=stdlib"], r"\[text\], \[chat\], \[labelled\] or \[images\]: give exactly one"),
+        (["text.source=stdlib"], r"give exactly one of the tables"),
         (["sampling.scope=sweep", "sampling.variants=2"], r"sampling\.variants is for augmented images"),
         (["evaluation.generate=-1"], r"generate must not be negative"),
         (["evaluation.new_tokens=0"], r"must be at least 1"),
-        (["chat.too_long=shrink"], r"chat\.too_long: 'shrink' is not one of its values"),
+        (["chat.too_long=shrink"], r"chat\.too_long: 'shrink' is not an allowed value"),
     ],
 )
 def test_settings_are_checked(chat: Make, overrides: list[str], message: str):
@@ -186,7 +186,7 @@ def test_settings_are_checked(chat: Make, overrides: list[str], message: str):
 
 
 def test_only_conversations_can_be_asked(tiny: Make):
-    with pytest.raises(ConfigError, match=r"evaluation\.generate asks the model questions of \[chat\]"):
+    with pytest.raises(ConfigError, match=r"evaluation\.generate works with \[chat\] only"):
         tiny("evaluation.generate=3")
 
 

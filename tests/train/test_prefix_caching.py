@@ -18,13 +18,13 @@ import pytest
 
 import blocktrain as bt
 from blocktrain.cache.cost_model import StoreChoice
-from blocktrain.cache.ledger import Fingerprints
+from blocktrain.cache.slot_ledger import Fingerprints
 from blocktrain.probe import Medium
 from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import CacheUse, Record, Step
 from blocktrain.train.checkpoint import checkpoints
-from blocktrain.train.schema import override
-from blocktrain.train.techniques import prefix_cache
+from blocktrain.train.techniques import prefix_caching
+from blocktrain.train.toml_dataclasses import override
 
 Run = Callable[..., Path]
 
@@ -233,7 +233,7 @@ def test_off_says_nothing_and_named_stores_measure_nothing(train: Run, config, t
     def measured(*_args: Any, **_keywords: Any) -> None:
         raise AssertionError("bandwidth was measured")
 
-    monkeypatch.setattr(prefix_cache, "measure_bandwidths", measured)
+    monkeypatch.setattr(prefix_caching, "measure_bandwidths", measured)
     bt.run(config("prefix.store=off", "blocks.frozen_dropout=true", "schedule.sweeps=1"), tmp_path / "off")
     assert events_of(tmp_path / "off", "cache") == []
     bt.run(config("prefix.store=host", "schedule.sweeps=1"), tmp_path / "host")
@@ -264,7 +264,7 @@ def test_dropout_in_frozen_layers_is_refused_with_the_reason(train: Run):
 def test_another_place_in_the_middle_of_a_sweep(train: Run, config, tmp_path: Path, monkeypatch):
     """The rows of the old place are given up; once they stayed there under the new place's name."""
     places: Iterator[Medium] = itertools.cycle(("file", "host"))
-    monkeypatch.setattr(prefix_cache, "choose", lambda *_: StoreChoice(place=next(places), reason="by turns"))
+    monkeypatch.setattr(prefix_caching, "choose", lambda *_: StoreChoice(place=next(places), reason="by turns"))
     files: list[bool] = []
 
     def look(record: Record) -> None:
@@ -536,7 +536,9 @@ def test_images_augmented_anew_in_each_pass_are_refused_with_the_reason(train_on
     refused = train_on_pictures(f"prefix.store={store}")
     for event in events_of(refused, "cache"):
         assert event["place"] is None
-        assert event["reason"].startswith("refused: images are augmented anew in each pass; set sampling.variants = 1")
+        assert event["reason"].startswith(
+            "refused: images get new random augmentations in each pass; set sampling.variants = 1"
+        )
     assert learned(refused) == learned(train_on_pictures("prefix.store=off"))
 
 

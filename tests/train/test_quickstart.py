@@ -11,10 +11,10 @@ import pytest
 from blocktrain.contrib.learning_tail import Tail
 from blocktrain.records.log import Event
 from blocktrain.schedule import Cyclic
-from blocktrain.train import run_header as opening_module
+from blocktrain.train import step_costs as opening_module
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.units import Duration
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart.toml"

@@ -55,7 +55,13 @@ def crash_at(count: int):
     return listen
 
 
-@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+QUICK = {"adamw-host", "bf16-exact"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(v, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, v in VARIANTS.items()],
+)
 def test_a_crash_at_any_event_changes_nothing(tiny, outcome, tmp_path: Path, overrides: list[str]) -> None:
     config = tiny(*overrides)
     bt.run(config, tmp_path / "whole")

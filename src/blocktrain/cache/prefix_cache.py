@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.cache.encoding import Encoding, Fields
-from blocktrain.cache.ledger import Fingerprints, Key, Ledger
+from blocktrain.cache.slot_ledger import Fingerprints, Key, Ledger
 from blocktrain.cache.store import RowLayout, Store, layout_of
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.errors import StorageError

@@ -225,7 +225,7 @@ def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
 def _verify(request: Request, best: Candidate) -> float:
     """Peak bytes of the best layout that a tracker finds, on fake tensors: of the configuration that --out writes."""
     from blocktrain.train.config import RunConfig
-    from blocktrain.train.verify_plan import tracked_peak
+    from blocktrain.train.track_plan_peak import tracked_peak
 
     if best.layout.cards > 1:
         raise ConfigError("--verify runs the step of one card; plan with --gpus 1")

@@ -68,12 +68,15 @@ class ExternalModule:
 
     is_settled = True
 
-    def __init__(self, context: TrainingContext, method: ExternalMethod, techniques: Techniques):
+    def __init__(
+        self, context: TrainingContext, method: ExternalMethod, techniques: Techniques, *, known_state_bytes: int = 0
+    ):
+        """known_state_bytes: the most optimizer state that was measured before, in a method that drops some of it."""
         self.context = context
         self.method = method
         self._techniques = techniques
         self._lr_factor = 1.0
-        self._most_state_bytes = 0
+        self._most_state_bytes = known_state_bytes
         self._in_visit = False
 
     @property
@@ -90,8 +93,10 @@ class ExternalModule:
     def visit(self, visit: Visit, following: Visit | None) -> Iterator[None]:
         """The whole run is one visit; what the method switches in it is its own affair."""
         self._in_visit = True
-        yield
-        self._in_visit = False
+        try:
+            yield
+        finally:
+            self._in_visit = False
 
     def begin_step(self, step: int, lr_factor: float) -> None:
         """See `TrainModule`."""
@@ -143,7 +148,7 @@ class ExternalModule:
         """There is one process."""
 
     def state_bytes(self) -> int:
-        """The most that the optimizers have kept at any time this was asked."""
+        """The most that the optimizers are known to have kept: now, when this was called before, or when measured."""
         self._most_state_bytes = max(self._most_state_bytes, self.method.state_bytes())
         return self._most_state_bytes
 

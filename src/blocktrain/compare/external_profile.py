@@ -15,7 +15,7 @@ from blocktrain.memory.flops import FlopCounter
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.runtime import seed_everything
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.memory_profile import logits_width
+from blocktrain.train.predict_memory import logits_width
 
 VISIT = 3  # steps: BAdam's first visit is one shorter, and moments are there from the second step on
 
@@ -57,8 +57,8 @@ def measure_costs(context: TrainingContext, module: ExternalModule, *, visits: i
 
 def _pass(context: TrainingContext, module: ExternalModule, step: int) -> None:
     """The forward and backward pass of a step, as in `take_step`."""
-    module.begin_step(step, context.config.learning_rate.factor(step, total=context.total_steps, visit_step=step))
     seed_everything(context.config.seed, step)
+    module.begin_step(step, context.config.learning_rate.factor(step, total=context.total_steps, visit_step=step))
     rows, following = (
         context.rows.step(step=step + ahead, visit=0, sweep=0, visit_step=step + ahead) for ahead in (0, 1)
     )

@@ -17,14 +17,15 @@ from blocktrain.records.run_records import MemoryPeaks, PeakMemory, RunHeader, S
 from blocktrain.runtime import environment
 from blocktrain.schedule import Cyclic
 from blocktrain.train.config import RunConfig
+from blocktrain.train.config_tables import ScheduleConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.interrupt import stop_requests
-from blocktrain.train.module import Prepared
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.run_folder import RunFolder
-from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.train.technique import Techniques
 from blocktrain.train.techniques.memory_saving import MemorySaving
+from blocktrain.train.train_module import Prepared
 from blocktrain.train.trainer import Listener, Trainer
 from blocktrain.units import Duration
 
@@ -33,24 +34,26 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-exact": torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalSetup:
-    """See `Setup`. costs: measured before the run, on a model of its own."""
+    """See `Setup`.
+
+    costs: measured before the run, on a model of its own.
+    full: the opening records of full training, counted on a model of its own.
+    """
 
     adapter: Adapter
     costs: MethodCosts
+    full: Opening
 
     def header(self, context: TrainingContext, method: str) -> RunHeader:
         """Full training's, with the method's own optimizer."""
         name = self.adapter.optimizer or context.config.optimizer.name
-        return replace(run_header(context, method), optimizer=name)
+        header = replace(run_header(context, method), optimizer=name)
+        return replace(header, micro_rows=None) if header.micro_rows == "auto" else header  # nothing is decided here
 
     def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
         """Full training's, with the method's measured figures where its own are different."""
-        config = replace(context.config, precision="fp32")
-        if config.batch.micro_rows == "auto":
-            config = replace(config, batch=replace(config.batch, micro_rows=None))
-        full = count_opening(build(_in_one_block(config), Path()), header, micro_rows)
         parts = dict(self.costs.peak.parts)
-        flops = replace(full.costs.flops, blocks=(self.costs.flops,), theory_full=0, theory_blocks=())
+        flops = replace(self.full.costs.flops, blocks=(self.costs.flops,), theory_full=0, theory_blocks=())
         by_arithmetic = {
             "weights": parts.get("frozen", 0) + parts.get("buffers", 0),
             "master": parts.get("master", 0),
@@ -58,18 +61,19 @@ class ExternalSetup:
             "moments": self.costs.optimizer_bytes,
             "activations": sum(parts.get(part, 0) for part in ("activations", "logits")),
         }
-        memory = replace(full.costs.memory, blocks=(by_arithmetic,))
+        memory = replace(self.full.costs.memory, blocks=(by_arithmetic,))
         peak = PeakMemory(parts=parts, operation=self.costs.peak.operation)
         return Opening(
             header=header,
             costs=StepCosts(flops=flops, memory=memory),
-            memory=MemoryPeaks(blocks=(peak,), full=full.memory.full),
+            memory=MemoryPeaks(blocks=(peak,), full=self.full.memory.full),
         )
 
     def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
         """See `Setup`."""
         techniques = Techniques({"memory_saving": MemorySaving(context.partition, context.config.memory)})
-        module = ExternalModule(context, self.adapter.build(context, None), techniques)
+        method = self.adapter.build(context, None)
+        module = ExternalModule(context, method, techniques, known_state_bytes=self.costs.optimizer_bytes)
         return Prepared(context=context, module=module, techniques=techniques)
 
 
@@ -87,7 +91,8 @@ def train_external(
     folder = RunFolder(out)
     if is_finished(folder):
         return folder
-    setup = ExternalSetup(adapter=adapter, costs=_measured(config, adapter, out))
+    # One after the other, so that only one model is in memory at a time.
+    setup = ExternalSetup(adapter=adapter, costs=_measured(config, adapter, out), full=_opening_of_full(config, method))
     context = external_context(config, out)
     with folder.lock(), stop_requests() as stop:
         for file in (out / "run.json", folder.events):
@@ -124,9 +129,15 @@ def _measured(config: RunConfig, adapter: Adapter, out: Path) -> MethodCosts:
         return measure_costs(context, module, visits=adapter.cycle(context))
 
 
-def _in_one_block(config: RunConfig) -> RunConfig:
-    return replace(
+def _opening_of_full(config: RunConfig, method: str) -> Opening:
+    """What full training of the same model is and costs, all rows at a time where the size is left open."""
+    batch = replace(config.batch, micro_rows=None) if config.batch.micro_rows == "auto" else config.batch
+    full = replace(
         config,
+        precision="fp32",
+        batch=batch,
         blocks=replace(config.blocks, count=1, largest=None, patterns=None),
-        schedule=replace(config.schedule, order="ascending"),  # a list would name blocks that there are not
+        schedule=ScheduleConfig(visit=config.schedule.visit, sweeps=config.schedule.sweeps),
     )
+    context = build(full, Path())
+    return count_opening(context, run_header(context, method))

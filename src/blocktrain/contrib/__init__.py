@@ -1,1 +1,1 @@
-"""Experiments of ours that are not the paper's. They import the core; the core does not import them."""
+"""Experiments of ours that are not the paper's. They import the mechanisms; `train/` puts them together."""

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update import require_single_process
+from blocktrain.optim.backward_update_protocol import require_single_process
 from blocktrain.optim.factory import hidden_matrices
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import Precision
@@ -48,7 +48,7 @@ _TINY = 1e-30  # the least root mean square to divide by, for a gradient that is
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """How the layers above the active block are moved; a `BackwardUpdate` (see `optim/backward_update.py`).
+    """How the layers above the active block are moved; a `BackwardUpdate` (see `optim/backward_update_protocol.py`).
 
     rule: "sgd", or "newton-schulz" (hidden matrices are orthogonalized). share: the share of the learning rate that a
     weight moves by.

@@ -27,7 +27,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
-from blocktrain.optim.state import Drop, StateStore
+from blocktrain.optim.state_store import Drop, StateStore
 from blocktrain.schedule import Cyclic, Order, Span
 from blocktrain.units import Duration
 

@@ -14,7 +14,7 @@ from blocktrain.chain.block import Block
 from blocktrain.errors import ConfigError
 from blocktrain.optim.factory import steps_parameters_independently
 from blocktrain.optim.master import Masters
-from blocktrain.optim.state import BlockState
+from blocktrain.optim.state_store import BlockState
 
 
 @dataclass(eq=False)
@@ -102,7 +102,9 @@ class ActiveBlock:
         up, once, and raises `ConfigError` for any `max_norm` but `inf`."""
         if self.stepped_norms is not None:
             if max_norm != float("inf"):
-                raise ConfigError(f"the backward pass has used the gradients: they cannot be clipped to {max_norm:g}")
+                raise ConfigError(
+                    f"in_backward applies gradients in the backward pass, so they cannot be clipped to {max_norm:g}"
+                )
             norms, self.stepped_norms = self.stepped_norms, []
             return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.masters is None:

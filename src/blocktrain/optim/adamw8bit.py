@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocktrain.optim.quantize import has_bitsandbytes
+from blocktrain.optim.quantize_weights import has_bitsandbytes
 
 GROUP = 256
 SMALLEST = 4096  # elements; the averages of smaller parameters (norms, biases) stay in fp32, as in bitsandbytes

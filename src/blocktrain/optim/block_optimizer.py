@@ -21,15 +21,15 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import activate, release
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update import BackwardUpdate
+from blocktrain.optim.backward_update_protocol import BackwardUpdate
 from blocktrain.optim.decay import Undecayed, norms_and_biases
 from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory
 from blocktrain.optim.frozen_weights import FrozenWeights
-from blocktrain.optim.in_backward import StepInBackward
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.state import BlockState, Drop, FrozenStates, StateStore, to_host
+from blocktrain.optim.state_store import BlockState, Drop, FrozenStates, StateStore, to_host
+from blocktrain.optim.step_in_backward import StepInBackward
 
 
 class BlockOptimizer:
@@ -113,7 +113,7 @@ class BlockOptimizer:
     def visit(self, block: Block) -> Iterator[BlockOptimizer]:
         """Train `block` inside the `with`: one of the partition's blocks or a union of several. Visits do not nest."""
         if self._active is not None:
-            raise ConfigError(f"{block} cannot be activated: {self._active.block} still is; leave its visit first")
+            raise ConfigError(f"{block} cannot be activated: the visit to {self._active.block} is still open")
         if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
         is_finalizing = sys.is_finalizing  # while the interpreter ends, this module's own names are None

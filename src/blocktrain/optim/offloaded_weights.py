@@ -28,7 +28,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.modules.placeholder import is_placeholder, replace_by_placeholder, restore_value
 from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
 from blocktrain.optim.precision import Format
-from blocktrain.optim.quantize import Quantized, quantize
+from blocktrain.optim.quantize_weights import Quantized, quantize
 from blocktrain.runtime import SideStream
 
 

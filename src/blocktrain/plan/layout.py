@@ -31,7 +31,7 @@ class PrecisionSpec:
     """The presets of `optim/precision.py` in numbers: bytes per scalar of each tensor, and what a preset gives up.
 
     weight: of an active parameter; also the bytes of the compute dtype.
-    frozen: of a frozen matrix, which may be quantized (`optim/quantize.py`).
+    frozen: of a frozen matrix, which may be quantized (`optim/quantize_weights.py`).
     master: of an active parameter's fp32 master.
     gradient, accumulated: of the gradient of one micro-batch, and of a sum over several.
     low_bits: of every parameter, in host memory: what a bf16 weight leaves out of its fp32 master.

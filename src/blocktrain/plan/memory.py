@@ -1,6 +1,6 @@
 """Peak memory of a step on one card, by part, in closed form.
 
-The parts are those of `memory/tracker.py` and `train/memory_profile.py`:
+The parts are those of `memory/tracker.py` and `train/predict_memory.py`:
 
     frozen        weights as they are stored while they are frozen, and those materialized while their layer runs
     active        weights of the block (a matrix of which it owns some rows: whole)

@@ -120,8 +120,9 @@ class StepCosts(Record):
 
     def step_flops(self, block: int, left_out: int = 0) -> int:
         """FLOPs of a step in a visit to `block` that leaves `left_out` layers out."""
-        grown = {(step.block, step.left_out): step.flops for step in self.growing}
-        return grown.get((block, left_out), self.flops.blocks[block])
+        if not left_out:
+            return self.flops.blocks[block]
+        return {(step.block, step.left_out): step.flops for step in self.growing}[block, left_out]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The only place where the mechanisms meet: configuration, the loop, checkpoints, evaluation."""
+"""The only place where the mechanisms meet: configuration, the trainer, checkpoints, evaluation."""

@@ -21,8 +21,8 @@ from blocktrain.memory.tracker import Peak
 from blocktrain.records.run_records import MicroBatch
 from blocktrain.runtime import free_memory_bytes, is_out_of_memory
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.memory_profile import StepShape, predicted_peaks
 from blocktrain.train.oom_advice import advice
+from blocktrain.train.predict_memory import StepShape, predicted_peaks
 from blocktrain.train.techniques.memory_saving import saving_memory
 from blocktrain.units import format_bytes
 
@@ -69,8 +69,9 @@ def auto_micro_rows(context: TrainingContext) -> MicroBatch:
         return MicroBatch(micro_rows=rows, reason=reason, failed=tuple(failed))
     peaks = predicted_peaks(context.optimizer, step_shape(context, 1), blocks=context.trained)
     raise OutOfMemoryError(
-        f"not a single row fits: {format_bytes(max(map(beside_weights, peaks)) + kept)} needed beside the weights, "
-        f"{format_bytes(free)} free; {advice(replace(context, micro_rows=1), max(peaks, key=beside_weights).parts)}"
+        f"not a single row fits: {format_bytes(max(map(beside_weights, peaks)) + kept)} needed "
+        f"in addition to the weights, {format_bytes(free)} free; "
+        f"{advice(replace(context, micro_rows=1), max(peaks, key=beside_weights).parts)}"
     )
 
 

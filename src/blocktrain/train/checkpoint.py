@@ -32,8 +32,8 @@ from blocktrain.errors import CheckpointError, storage_errors
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision, join, split
-from blocktrain.optim.state import BlockState, decode_state, encode_state
-from blocktrain.train.progress import Progress
+from blocktrain.optim.state_store import BlockState, decode_state, encode_state
+from blocktrain.train.trainer_state import TrainerState
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -44,7 +44,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 class CheckpointHeader:
     """What a checkpoint holds beside tensors."""
 
-    progress: Progress
+    progress: TrainerState
     log_bytes: int  # length of events.jsonl at that moment
     data: str  # fingerprint of the training rows
 
@@ -73,11 +73,11 @@ def _step(path: Path) -> int:
 
 
 class CheckpointSource(Protocol):
-    """What is saved of the blocks: a `BlockOptimizer`, or those of several processes put together (`layout.py`)."""
+    """What a checkpoint is written from: a `BlockOptimizer`, or those of several ranks (`gathered_state.py`)."""
 
     @property
     def precision(self) -> Precision:
-        """That the weights are in."""
+        """The precision of the weights."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class CheckpointSource(Protocol):
         ...
 
     def block_weights(self, index: int) -> Mapping[str, Tensor]:
-        """By name."""
+        """The block's weights by name."""
         ...
 
     def has_state(self, index: int) -> bool:
@@ -98,7 +98,7 @@ class CheckpointSource(Protocol):
         ...
 
     def block_state(self, index: int) -> BlockState | None:
-        """The optimizer's."""
+        """The optimizer state of the block; None where there is none."""
         ...
 
     def has_low_bits(self, index: int) -> bool:
@@ -106,13 +106,13 @@ class CheckpointSource(Protocol):
         ...
 
     def block_low_bits(self, index: int) -> LowBits:
-        """What the weights leave out."""
+        """The low 16 bits of the block's masters."""
         ...
 
 
 def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: CheckpointSource) -> list[int]:
-    """Indices of those whose tensors `save_checkpoint` at `step` will ask for, in this order: not all of their files
-    can be linked to the newest checkpoint's in `folder`."""
+    """Indices of the blocks that `save_checkpoint` at `step` has to write, in order, because not all of their files can
+    be hard links to those of the newest checkpoint in `folder`."""
     existing = checkpoints(folder)
     if _place(folder, step) in existing:
         return []
@@ -128,7 +128,8 @@ def save_checkpoint(
     folder: Path, saved: CheckpointHeader, *, partition: Partition, trained: CheckpointSource, keep: int
 ) -> Path:
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
-    ones as they were when there is no room. One that is there already is left: the same step is the same state."""
+    ones as they were when there is no room. A checkpoint of this step that exists already is kept: it holds the same
+    state."""
     target = _place(folder, saved.progress.step)
     existing = checkpoints(folder)
     if target in existing:
@@ -168,7 +169,7 @@ def read_header(path: Path) -> CheckpointHeader:
 
 
 def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
-    progress = Progress.from_json(manifest["progress"])
+    progress = TrainerState.from_json(manifest["progress"])
     return CheckpointHeader(progress=progress, log_bytes=manifest["log_bytes"], data=manifest["data"])
 
 
@@ -205,7 +206,7 @@ def _read_block(
     path: Path, index: int, files: Mapping[str, Any], *, low_bits: bool
 ) -> tuple[dict[str, Tensor], LowBits]:
     """A block's weights and what they leave out of its fp32 values. Where it was saved in another precision, these
-    values are put together and, if there are to be `low_bits`, split anew: not a bit is lost."""
+    values are put together and, if there are to be `low_bits`, split again, without losing a bit."""
     name = f"remainder-{index}.safetensors"
     weights = load_file(path / f"weights-{index}.safetensors")
     kept = load_file(path / name) if name in files else {}
@@ -359,5 +360,6 @@ def _way_out(path: Path) -> str:
     if sound:
         return f"delete '{mine}' to go on from '{sound[-1].name}'"
     return (
-        f"no older checkpoint has another copy of it; restore '{mine}' from a backup, or train anew with another --out"
+        f"no older checkpoint has another copy of it; restore '{mine}' from a backup, or start a new run with "
+        "another --out"
     )

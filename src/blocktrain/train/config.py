@@ -3,7 +3,7 @@
 [model]  one table of data: [text], [chat], [labelled] or [images]  [sampling]  [blocks]  [prefix]  [schedule]  [stop]
 [optimizer]  [learning_rate]  [memory]  [batch]  [evaluation]  [checkpoint]  [distributed]  [tracking]
 
-What cannot stand beside what is one table, `CONFLICTS`, at the end of this file.
+Incompatible settings are one table, `CONFLICTS`, at the end of this file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import preset
 from blocktrain.parallel.config import DistributedConfig
 from blocktrain.stopping import RunLimit
-from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
-from blocktrain.train.tables import (
+from blocktrain.train.config_tables import (
     BatchConfig,
     BlocksConfig,
     CheckpointConfig,
@@ -35,6 +34,7 @@ from blocktrain.train.tables import (
     ScheduleConfig,
     TrackingConfig,
 )
+from blocktrain.train.toml_dataclasses import from_mapping, override, read_toml, to_mapping
 
 # What may change while a run goes on: keys and tables.
 MOVABLE = ("device", "precision", "memory", "prefix", "distributed", "batch.micro_rows", "checkpoint", "tracking")
@@ -45,12 +45,12 @@ EXTRA_TABLES: dict[str, type] = {}  # TOML tables of techniques that are registe
 class RunConfig:
     """A whole run.
 
-    name: in reports, and of the run's folder.
+    name: the run's name, in reports and for its folder.
     seed: decides weights, data order, dropout and block order.
     device: "auto" is the first GPU, else the CPU; or a name such as "cuda:1".
     precision: "fp32"; "bf16-exact": bf16 weights whose fp32 masters are kept bit for bit; "int8", "nf4": the same, with
         frozen weights in 8 or 4 bits; "bf16": masters are rebuilt from bf16 at each visit, which loses small updates.
-    on_nonfinite: what becomes of a step whose loss or gradients are not finite.
+    on_nonfinite: what to do with a step whose loss or gradients are not finite.
     log_every: steps between two step records of `events.jsonl`.
     imports: modules to import before the tables are read: they register techniques, kinds of data, stores or methods of
         your own. Their code runs.
@@ -90,7 +90,7 @@ class RunConfig:
         preset(self.precision)
         for conflict in CONFLICTS:
             if conflict.when(self):
-                raise ConfigError(conflict.says(self))
+                raise ConfigError(conflict.message(self))
 
     @property
     def data_kind(self) -> DataKind[Any]:
@@ -109,7 +109,7 @@ class RunConfig:
             key = text.partition("=")[0].strip()
             if key not in MOVABLE and key.partition(".")[0] not in MOVABLE:
                 raise ConfigError(
-                    f"'{key}' cannot be changed in a run that has begun; what can is {', '.join(MOVABLE)}. "
+                    f"'{key}' cannot be changed after a run has started; only these can: {', '.join(MOVABLE)}. "
                     "For anything else start a new run, with another --out"
                 )
         return self.from_mapping(override(self.to_mapping(), overrides)) if overrides else self
@@ -117,17 +117,22 @@ class RunConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
         """From nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
-        for module in values.get("imports") or ():
+        imports = values.get("imports") or ()
+        if not isinstance(imports, list | tuple) or not all(isinstance(module, str) for module in imports):
+            raise ConfigError(
+                f"imports must be a list of modules, such as ['my_package.my_technique'], not {imports!r}"
+            )
+        for module in imports:
             try:
-                importlib.import_module(str(module))
+                importlib.import_module(module)
             except ImportError as error:
                 raise ConfigError(
                     f"imports: module '{module}' cannot be imported ({first_line(error)}); is it on PYTHONPATH?"
                 ) from None
         given = [name for name in DATA_KINDS if values.get(name, "none") != "none"]
         if len(given) != 1:
-            *names, last = (f"[{name}]" for name in sorted(DATA_KINDS))
-            raise ConfigError(f"a run trains on {', '.join(names)} or {last}: give exactly one of these")
+            names = ", ".join(f"[{name}]" for name in DATA_KINDS)
+            raise ConfigError(f"a run trains on one kind of data: give exactly one of the tables {names}")
         extra = {name: table for name, table in EXTRA_TABLES.items() if name in values}
         own = {key: value for key, value in values.items() if key not in (*DATA_KINDS, *extra)}
         for key in {"data", "tables"} & own.keys():
@@ -151,10 +156,10 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Settings that cannot stand beside each other: when that is so, and the message, which says the way out."""
+    """Incompatible settings. when: whether a configuration has them. message: the error, with the way out."""
 
     when: Callable[[RunConfig], bool]
-    says: Callable[[RunConfig], str]
+    message: Callable[[RunConfig], str]
 
 
 def _moves_in_backward(config: RunConfig) -> str | None:
@@ -202,43 +207,47 @@ def _value(config: RunConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-# What cannot stand beside what, checked in order. `register_technique` adds those of a technique from outside.
+# Incompatible settings, checked in order. `register_technique` adds those of a technique from outside.
 CONFLICTS: list[Conflict] = [
     Conflict(
         when=lambda config: config.sampling.variants is not None and not config.data_kind.has_variants,
-        says=lambda config: "sampling.variants is for augmented images; leave it out for text",
+        message=lambda config: f"sampling.variants is for augmented images; leave it out for [{config.data_kind.name}]",
     ),
     Conflict(
         when=lambda config: config.memory.loss_chunk is not None and not config.data_kind.has_vocabulary,
-        says=lambda config: f"memory.loss_chunk is for vocabularies; leave it out for [{config.data_kind.name}]",
+        message=lambda config: (
+            f"memory.loss_chunk needs data whose tokens are predicted; leave it out for [{config.data_kind.name}]"
+        ),
     ),
     Conflict(
         when=lambda config: config.evaluation.generate > 0 and not config.data_kind.can_generate,
-        says=lambda config: (
-            f"evaluation.generate asks the model questions of [chat]; leave it out for [{config.data_kind.name}]"
+        message=lambda config: (
+            f"evaluation.generate works with [chat] only; leave it out for [{config.data_kind.name}]"
         ),
     ),
     Conflict(
         when=lambda config: (
             _moves_in_backward(config) is not None and config.batch.micro_rows not in (None, config.batch.rows)
         ),
-        says=lambda config: (
+        message=lambda config: (
             f"{_moves_in_backward(config)}: leave out batch.micro_rows, and use fewer batch.rows where memory is short"
         ),
     ),
     Conflict(
         when=lambda config: _moves_in_backward(config) is not None and config.on_nonfinite == "skip",
-        says=lambda config: (
+        message=lambda config: (
             f"{_moves_in_backward(config)}, so no step can be skipped afterwards: set on_nonfinite = 'stop'"
         ),
     ),
     Conflict(
         when=lambda config: config.optimizer.tail != "none" and config.schedule.span == "suffix",
-        says=lambda config: "schedule.span = 'suffix' leaves no tail: set it, or optimizer.tail, not both",
+        message=lambda config: (
+            "schedule.span = 'suffix' already trains every block above: set it, or optimizer.tail, not both"
+        ),
     ),
     Conflict(
         when=lambda config: _refused_by_layout(config) is not None,
-        says=lambda config: (
+        message=lambda config: (
             f"distributed.layout = '{config.distributed.layout}' does not go with {_refused_by_layout(config)} = "
             f"{_value(config, _refused_by_layout(config) or '')!r}; change it, or set layout = 'data'"
         ),

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from blocktrain.data import DATA_KINDS
 from blocktrain.train.config import RunConfig
-from blocktrain.train.schema import LISTS, TABLES
+from blocktrain.train.toml_dataclasses import LISTS, TABLES
 from blocktrain.units import Duration
 
 OPENING = """# Configuration
@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def _section(table: Table) -> str:
-    heading = f"## `[{table.name}]`" if table.name else "## Above all tables"
+    heading = f"## `[{table.name}]`" if table.name else "## Top-level keys"
     rows = [f"| `{key.name}` | {key.kind} | {_cell(key.default)} | {key.text} |" for key in table.keys]
     text = f"{table.text} (Optional.)" if table.optional else table.text
     return "\n".join([heading, "", text, "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])

@@ -29,7 +29,7 @@ from blocktrain.optim.decay import norms_and_biases, nothing
 from blocktrain.optim.factory import find_optimizer_class
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import FP32, preset
-from blocktrain.optim.state import make_state_store
+from blocktrain.optim.state_store import make_state_store
 from blocktrain.parallel.config import PipelineConfig
 from blocktrain.parallel.fsdp import require_shardable
 from blocktrain.parallel.ranks import Ranks
@@ -44,10 +44,9 @@ from blocktrain.units import BatchGeometry
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingContext:
-    """A run ready to start. Holds what is trained and what decides; the loop holds where it stands.
+    """A run ready to start. The fixed parts of a run; `TrainerState` holds its position.
 
-    micro_rows: rows of one forward pass on one rank; where the configuration says "auto", all the rank's until the loop
-        has decided.
+    micro_rows: rows of one forward pass on one rank; for "auto", all the rank's until the trainer has decided.
     """
 
     config: RunConfig
@@ -152,12 +151,14 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
 
 
 def _require_settled_checkpoints(config: RunConfig, geometry: BatchGeometry) -> None:
-    """With steps taken apart, what is saved and evaluated must be what all ranks have."""
+    """With local SGD, checkpoints and evaluations must fall on steps after which all ranks have the same weights."""
     apart = config.distributed.sync_every or 1
     for name, every in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
         steps = every.in_steps(geometry)
         if steps % apart:
-            raise ConfigError(f"{name}.every is {steps} steps, no multiple of distributed.sync_every = {apart}")
+            raise ConfigError(
+                f"{name}.every is {steps} steps, which is not a multiple of distributed.sync_every = {apart}"
+            )
 
 
 def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
@@ -204,7 +205,7 @@ def optimizer_of(
     """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`; where
     frozen weights are on the host, as `on_host` copies them.
 
-    Of shards the parts are the fp32 masters themselves, whatever they are gathered in to be computed with.
+    With FSDP the shards are the fp32 masters, whatever dtype they are gathered in for compute.
     """
     options = config.optimizer
     for key in ("lr", "weight_decay"):

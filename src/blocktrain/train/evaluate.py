@@ -24,7 +24,7 @@ def evaluate(context: TrainingContext, model: nn.Module) -> tuple[Score, list[An
             device=context.device,
             ranks=context.ranks,
         )
-        answers = ask(context)
+        answers = ask(context, model)
     if answers:
         scored = replace(scored, exact_match=sum(answer.correct for answer in answers) / len(answers))
     return scored, answers

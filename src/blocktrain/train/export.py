@@ -19,7 +19,7 @@ from blocktrain.optim.precision import BF16_EXACT, join, preset
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.run_folder import RunFolder
-from blocktrain.train.schema import to_mapping
+from blocktrain.train.toml_dataclasses import to_mapping
 
 
 def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None = None) -> Path:
@@ -65,7 +65,7 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
 
 
 def _unpacked(name: str) -> str:
-    """The precision that keeps the same, and no weight in less than bf16: packing is for training."""
+    """The unquantized precision with the same masters: quantized weights are for training."""
     return BF16_EXACT.name if preset(name).is_quantized else name
 
 
@@ -88,5 +88,5 @@ def _save_model(context: TrainingContext, folder: Path) -> None:
         return
     pretrained: Any = context.model
     if hasattr(pretrained.config, "use_cache"):
-        pretrained.config.use_cache = True  # training kept no keys and values; who generates does
+        pretrained.config.use_cache = True  # training kept no keys and values; generation needs it
     pretrained.cpu().save_pretrained(folder)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision
-from blocktrain.optim.state import BlockState, decode_state, encode_state
+from blocktrain.optim.state_store import BlockState, decode_state, encode_state
 from blocktrain.parallel.fsdp import ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.train.checkpoint import CheckpointHeader, CheckpointSource, blocks_to_write, save_checkpoint
@@ -68,7 +68,7 @@ class GatheredState(ABC):
         """Block `index`'s, whole on rank 0. All processes must call this together."""
 
     def fetch(self, index: int) -> BlockContents:
-        """The same, of the block last fetched without asking again."""
+        """Like `collect`; the block that was fetched last is kept."""
         if self._last is None or self._last[0] != index:
             self._last = None  # one block at a time
             self._last = (index, self.collect(index))
@@ -76,36 +76,36 @@ class GatheredState(ABC):
 
     @property
     def precision(self) -> Precision:
-        """The optimizers'."""
+        """The precision of the optimizers."""
         return self.context.optimizer.precision
 
     @property
     def changed_at(self) -> list[int]:
-        """The same on all processes."""
+        """See `CheckpointSource`; equal on all ranks."""
         return self.context.optimizer.changed_at
 
     def progress(self) -> dict[str, Any]:
-        """The same on all processes."""
+        """See `CheckpointSource`; equal on all ranks."""
         return self.context.optimizer.progress()
 
     def block_weights(self, index: int) -> Mapping[str, Tensor]:
-        """Fetched."""
+        """See `CheckpointSource`; fetched from the ranks that have it."""
         return self.fetch(index).weights
 
     def has_state(self, index: int) -> bool:
-        """On any process."""
+        """Whether any rank has one."""
         return self._stateful[index]
 
     def block_state(self, index: int) -> BlockState | None:
-        """Fetched."""
+        """See `CheckpointSource`; fetched from the ranks that have it."""
         return self.fetch(index).state
 
     def has_low_bits(self, index: int) -> bool:
-        """On any process."""
+        """Whether any rank has one."""
         return self._remaindered[index]
 
     def block_low_bits(self, index: int) -> LowBits:
-        """Fetched."""
+        """See `CheckpointSource`; fetched from the ranks that have it."""
         return self.fetch(index).low_bits
 
 
@@ -131,7 +131,7 @@ class GatheredFromStages(GatheredState):
 
 
 class GatheredFromShards(GatheredState):
-    """Weights and state are put together parameter by parameter, on every process, for gathering has no one end."""
+    """Weights and state are gathered parameter by parameter, on every rank, because an all-gather delivers to all."""
 
     def __init__(self, context: TrainingContext, sharded: ShardedPartition):
         super().__init__(context)

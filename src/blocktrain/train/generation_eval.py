@@ -32,7 +32,7 @@ class Answer:
         return asdict(self)
 
 
-def ask(context: TrainingContext) -> list[Answer]:
+def ask(context: TrainingContext, model: nn.Module) -> list[Answer]:
     """The answers to the first `evaluation.generate` validation conversations; none where that is 0. The model must be
     in eval mode."""
     settings, conversations, tokenizer = context.config.evaluation, context.data.conversations, context.tokenizer
@@ -44,9 +44,7 @@ def ask(context: TrainingContext) -> list[Answer]:
     for start in range(0, len(found), settings.batch_rows):
         part = found[start : start + settings.batch_rows]
         prompts = [prompt for prompt, _ in part]
-        for (prompt, wanted), ids in zip(
-            part, greedy(context.model, prompts, tokenizer.eos, settings.new_tokens), strict=True
-        ):
+        for (prompt, wanted), ids in zip(part, greedy(model, prompts, tokenizer.eos, settings.new_tokens), strict=True):
             text, expected = (_words(tokenizer, tokens) for tokens in (ids, wanted))
             correct = final_answer(text, settings.answer_marker) == final_answer(expected, settings.answer_marker)
             shown = tokenizer.decode(prompt.tolist())

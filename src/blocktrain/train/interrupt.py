@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once.
+"""Ctrl-C and SIGTERM ask the trainer to stop after the step in hand; a second one stops at once.
 
 Not under torchrun, which passes a signal on to processes that have had it already, and after 30 s kills them.
 """

@@ -18,7 +18,7 @@ and one function below:
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from blocktrain.errors import OutOfMemoryError
@@ -57,7 +57,7 @@ def advice(context: TrainingContext, parts: Parts) -> str:
     name, largest = max(parts.items(), key=lambda item: item[1])
     others = ", ".join(f"{part} {format_bytes(count)}" for part, count in parts.items() if part != name)
     free = format_bytes(free_memory_bytes(context.device))
-    said = f"the largest part of a step is {name}, {format_bytes(largest)} (beside {others}); {free} are free. "
+    said = f"the largest part of a step is {name}, {format_bytes(largest)} (the rest: {others}); {free} are free. "
     found = sorted(savings(context, parts).items(), key=lambda item: -item[1])
     steps = "; ".join(f"{change} saves about {format_bytes(saved)}" for change, saved in found)
     return said + (f"Start again with: {steps}" if steps else "Use a machine with more memory, or a smaller model")
@@ -138,7 +138,7 @@ def _frozen_on_host(context: TrainingContext, parts: Parts) -> Saving:
     return "memory.frozen = 'host'", parts.get("frozen", 0) * max(0, layers - 2) // layers
 
 
-SAVINGS = (
+SAVINGS: tuple[Callable[[TrainingContext, Parts], Saving], ...] = (
     _smaller_batch,
     _smaller_blocks,
     _one_block_a_visit,

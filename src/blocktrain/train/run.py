@@ -8,10 +8,10 @@ from pathlib import Path
 
 from blocktrain.parallel.ranks import Ranks, is_launched, open_ranks
 from blocktrain.runtime import environment, pick_device
-from blocktrain.train.blocks_setup import BlocksSetup
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.interrupt import stop_requests
+from blocktrain.train.layouts import BlocksSetup
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.trainer import Listener, Trainer
 
@@ -27,14 +27,14 @@ def run(
     command: what the user typed, for `run.json`.
 
     Nothing is written before the whole configuration, data and model have been checked. Under torchrun, which starts
-    the same command again when a process has died, a run of this very configuration in `out` is gone on with.
+    the same command again when a process has died, a run in `out` with exactly this configuration is resumed.
     """
     folder = RunFolder(Path(out))
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        if ranks.rank0_broadcast(lambda: _begun(folder, config)):
-            return _go_on(folder, ranks, listeners)
+        if ranks.rank0_broadcast(lambda: _already_started(folder, config)):
+            return _resume(folder, ranks, listeners)
         context = build(config, folder.path, ranks)
-        with _held(folder, ranks):
+        with _run_lock(folder, ranks):
             if ranks.is_rank0:
                 folder.create(
                     config, method=method, environment=environment(pick_device(config.device)), command=command
@@ -44,9 +44,9 @@ def run(
 
 
 def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
-    """Go on with the run in `out` from its newest checkpoint, or from the start where it has none yet.
+    """Resume the run in `out` from its newest checkpoint, or from the start where it has none yet.
 
-    overrides: `a.b=c` of what a run may be moved to other hardware with (`RunConfig.moved`), from here on.
+    overrides: `a.b=c` for settings that may change on resume (`RunConfig.moved`).
     listeners: those of `run`.
 
     The number of processes need not be that of before. Raises `CheckpointError` where the checkpoint is damaged or of
@@ -55,24 +55,30 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
     folder = RunFolder(Path(out))
     config = folder.config().moved(overrides)
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        return _go_on(folder, ranks, listeners, overrides)
+        return _resume(folder, ranks, listeners, overrides)
 
 
-def _go_on(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
+def _resume(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
     folder.require_resumable()
     method, config = folder.read()["method"], folder.config().moved(overrides)
-    with _held(folder, ranks):
+    with _run_lock(folder, ranks):
         _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder
 
 
 def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: Sequence[Listener]) -> None:
     with stop_requests(second="is the same" if is_launched() else "stops") as stop:
-        heard = listeners if context.ranks.is_rank0 else ()
-        Trainer(context=context, folder=folder, setup=BlocksSetup(), method=method, listeners=heard, stop=stop).run()
+        Trainer(
+            context=context,
+            folder=folder,
+            setup=BlocksSetup(),
+            method=method,
+            listeners=listeners if context.ranks.is_rank0 else (),
+            stop=stop,
+        ).run()
 
 
-def _begun(folder: RunFolder, config: RunConfig) -> bool:
+def _already_started(folder: RunFolder, config: RunConfig) -> bool:
     """Whether an earlier start of this job has begun the run; raises `ConfigError` if another one has."""
     if is_launched() and (folder.path / "run.json").exists() and folder.config() == config:
         return True
@@ -81,7 +87,7 @@ def _begun(folder: RunFolder, config: RunConfig) -> bool:
 
 
 @contextmanager
-def _held(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+def _run_lock(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     """The folder's lock, which one process takes for all."""
     if ranks.is_rank0:
         with folder.lock():

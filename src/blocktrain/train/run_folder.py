@@ -88,7 +88,7 @@ class RunFolder:
         if not contents.get("resumable", True):
             raise CheckpointError(
                 f"the run in '{self.path}' is of method '{contents['method']}', which keeps no checkpoints; "
-                "run the same comparison again instead, and it begins anew where it was not finished"
+                "run the same comparison again: methods that did not finish start from the beginning"
             )
 
     def config(self) -> RunConfig:

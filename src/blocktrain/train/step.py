@@ -11,8 +11,8 @@ from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.module import TrainModule
 from blocktrain.train.technique import Techniques
+from blocktrain.train.train_module import TrainModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,15 @@ def take_step(
     step: int,
     visit_step: int,
 ) -> StepResult:
-    """Take 0-based `step`, the `visit_step`-th of `visit`. Every rank returns, or raises, the same.
+    """Take 0-based `step`, the `visit_step`-th of `visit`. All ranks return the same result or raise the same error.
 
     What is drawn at random in it follows from the seed, the step and the rank. Raises `NonFiniteError` where the loss
     or the gradient norm is not finite, unless such steps are to be skipped.
     """
     config, ranks = context.config, context.ranks
     lr_factor = config.learning_rate.factor(step, total=context.total_steps, visit_step=visit_step)
-    module.begin_step(step, lr_factor)
     seed_everything(config.seed, step, *([ranks.rank] if ranks.rank else []))  # rank 0 draws as a single process does
+    module.begin_step(step, lr_factor)
     buffers = {buffer: buffer.clone() for buffer in module.trained_buffers()} if config.on_nonfinite == "skip" else {}
     rows, following = (
         context.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
@@ -70,9 +70,8 @@ def take_step(
             buffer.copy_(before)
         return replace(result, skipped=True)
     what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {mean_norm}"
-    block = visit.block if module.active_block is not None else "the model"
     raise NonFiniteError(
-        f"{what} at step {step + 1} in {block}, batch of training rows {_listed(rows.rows)}; "
+        f"{what} at step {step + 1} in {visit.block}, batch of training rows {_listed(rows.rows)}; "
         "lower optimizer.lr, set optimizer.max_grad_norm, or on_nonfinite = 'skip'"
     )
 

@@ -24,12 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from blocktrain.chain.chain import Layer
+from blocktrain.data import DATA_KINDS
 from blocktrain.data.sampling import StepRows
 from blocktrain.records.run_records import Record
 from blocktrain.schedule import Visit
-from blocktrain.train.config import CONFLICTS, EXTRA_TABLES, Conflict
+from blocktrain.train.config import CONFLICTS, EXTRA_TABLES, Conflict, RunConfig
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 
 Batch = Mapping[str, Tensor]
 
@@ -51,7 +52,8 @@ class Position:
 
 
 class Technique:
-    """Every hook does nothing here; a technique overrides those that it needs. All ranks call all hooks alike."""
+    """Every hook does nothing here; a technique overrides those that it needs. Every rank calls every hook, in the same
+    order."""
 
     def around_run(self) -> AbstractContextManager[object]:
         """Entered before the first step; left with the exception, if one ends the run."""
@@ -61,7 +63,7 @@ class Technique:
         """A visit begins (not: is resumed). No block is active, so weights may be copied."""
 
     def layers_left_out(self, visit: Visit) -> Sequence[Layer]:
-        """Layers that the steps of `visit` do not run."""
+        """Layers that the steps of `visit` do not run. What such a step costs is counted for growth alone."""
         return ()
 
     def open_visit(self, visit: Visit, left_out: Sequence[Layer], position: Position) -> Sequence[Record]:
@@ -73,7 +75,10 @@ class Technique:
         return nullcontext()
 
     def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
-        """Around the forward and backward pass over `batch`, which holds `rows`."""
+        """Around the forward and backward pass over `batch`, which holds `rows`.
+
+        A pipeline has no such pass: there neither this nor `prefetch` is called.
+        """
         return nullcontext()
 
     def prefetch(self, rows: StepRows) -> None:
@@ -84,11 +89,12 @@ class Technique:
         return 0
 
     def close_visit(self, position: Position) -> Sequence[Record]:
-        """The visit's last step was taken. Returns records for the log."""
+        """The visit's last step was taken. Returns records for the log. A run that is resumed after that step calls
+        this without `open_visit`."""
         return ()
 
     def state(self) -> Any:
-        """Plain JSON values for a checkpoint; None for nothing. Collective."""
+        """Plain JSON values for a checkpoint; None for nothing. Collective: rank 0's are saved, for all ranks."""
         return None
 
     def load_state(self, state: Any) -> None:
@@ -103,12 +109,12 @@ class Techniques:
 
     @contextmanager
     def around_run(self) -> Iterator[None]:
-        """All of them."""
+        """Calls it on every technique."""
         with self._all(lambda technique: technique.around_run()):
             yield
 
     def before_visit(self, visit: Visit) -> None:
-        """All of them."""
+        """Calls it on every technique."""
         for technique in self.by_name.values():
             technique.before_visit(visit)
 
@@ -127,15 +133,15 @@ class Techniques:
             ]
 
     def around_step(self, visit: Visit) -> AbstractContextManager[object]:
-        """All of them."""
+        """Calls it on every technique."""
         return self._all(lambda technique: technique.around_step(visit))
 
     def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
-        """All of them."""
+        """Calls it on every technique."""
         return self._all(lambda technique: technique.around_batch(rows, batch))
 
     def prefetch(self, rows: StepRows) -> None:
-        """All of them."""
+        """Calls it on every technique."""
         for technique in self.by_name.values():
             technique.prefetch(rows)
 
@@ -180,9 +186,11 @@ def register_technique(
 
     table: a frozen dataclass, for a technique that has a TOML table `[name]` of its own; a run's configuration then has
         it as `config.tables[name]`, where the table is given. The keys of the package's own techniques are in
-        `train/tables.py`.
-    conflicts: the settings that it cannot stand beside, which are refused when a configuration is read.
+        `train/config_tables.py`.
+    conflicts: settings that it is incompatible with; they are refused when a configuration is read.
     """
+    if name in (*TECHNIQUES, *DATA_KINDS, *RunConfig.__dataclass_fields__):
+        raise ValueError(f"'{name}' is a technique, a kind of data or a key of the configuration already")
     TECHNIQUES[name] = build
     CONFLICTS.extend(conflicts)
     if table is not None:

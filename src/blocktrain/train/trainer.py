@@ -34,13 +34,13 @@ from blocktrain.train.context import TrainingContext
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.gathered_state import write_checkpoint
 from blocktrain.train.interrupt import StopRequest
-from blocktrain.train.module import Prepared, Setup
 from blocktrain.train.oom_advice import advise_when_out_of_memory
-from blocktrain.train.opening import Opening
-from blocktrain.train.progress import Progress
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.step import StepResult, take_step
 from blocktrain.train.technique import Position
+from blocktrain.train.train_module import Prepared, Setup
+from blocktrain.train.trainer_state import TrainerState
 
 Listener = Callable[[Record], None]
 
@@ -60,7 +60,7 @@ class Trainer:
     method: str = "bcd"
     listeners: Sequence[Listener] = ()
     stop: StopRequest = field(default_factory=StopRequest)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainerState = field(default_factory=TrainerState)
     _prepared: Prepared = field(init=False)
     _opening: Opening = field(init=False)
     _log: EventLog | NoLog = field(default_factory=NoLog)
@@ -153,14 +153,14 @@ class Trainer:
             if is_evaluated:
                 self._evaluate()
             signal_number, seconds = self._agree()
-            self._ask_rules(visit, result, is_evaluated, seconds)
+            self._check_stopping(visit, result, is_evaluated, seconds)
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
             if signal_number and module.is_settled:
                 saved = self._save()
-                way_on = f"blocktrain resume {shlex.quote(str(self.folder.path))}"
-                way_on = f"go on with: {way_on}" if saved else "this method keeps no checkpoints"
-                raise Interrupted(f"stopped at step {progress.step}; {way_on}", signal_number=signal_number)
+                resume_hint = f"blocktrain resume {shlex.quote(str(self.folder.path))}"
+                resume_hint = f"go on with: {resume_hint}" if saved else "this method keeps no checkpoints"
+                raise Interrupted(f"stopped at step {progress.step}; {resume_hint}", signal_number=signal_number)
             if progress.step % save_every == 0:
                 self._save()
         state_bytes = self.context.ranks.all_gather([module.state_bytes()])
@@ -184,7 +184,7 @@ class Trainer:
         found = self.context.ranks.all_gather([self.stop.signal_number or 0, self._seconds()])
         return int(max(number for number, _ in found)), found[0][1]
 
-    def _ask_rules(self, visit: Visit, result: StepResult, is_evaluated: bool, seconds: float) -> None:
+    def _check_stopping(self, visit: Visit, result: StepResult, is_evaluated: bool, seconds: float) -> None:
         """Is the visit over? Is the run?"""
         context, progress = self.context, self.progress
         validation = progress.score["loss"] if is_evaluated else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from blocktrain.chain.chain import Layer
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 
@@ -71,7 +71,8 @@ def running_without(context: TrainingContext, layers: Collection[Layer]) -> Abst
 
 
 def _leaves_out(context: TrainingContext) -> bool:
-    """Stages and shards run all layers; layers with dropout draw masks, which others then would."""
+    """Pipelines and shards run all layers. Skipping a layer with dropout would shift the random numbers of the layers
+    that follow."""
     return (
         context.growth is not None
         and context.config.distributed.layout == "data"
@@ -80,7 +81,7 @@ def _leaves_out(context: TrainingContext) -> bool:
 
 
 def _at(context: TrainingContext, visit: Visit) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """The layers that `visit` is the first to reach, and those that wait still."""
+    """The layers that `visit` is the first to reach, and those that no visit has reached yet."""
     waiting: tuple[Layer, ...] = ()
     for earlier, reached, waiting in _growing(context):
         if earlier.index == visit.index:

@@ -9,7 +9,7 @@ from torch import nn
 
 from blocktrain.modules.kernels import apply_liger, choose_kernels
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 

@@ -11,7 +11,7 @@ from blocktrain.chain.checkpointing import checkpointing
 from blocktrain.modules.chunked_loss import chunked_loss
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from blocktrain.errors import CheckpointError, ConfigError, StorageError
-from blocktrain.optim.state import (
+from blocktrain.optim.state_store import (
     STATE_STORES,
     BlockState,
     Drop,
@@ -177,7 +177,7 @@ def test_put_returns_before_the_file_is_written(tmp_path: Path, monkeypatch: pyt
         assert go.wait(10)
         return encode_state(state)
 
-    monkeypatch.setattr("blocktrain.optim.state.encode_state", slow)
+    monkeypatch.setattr("blocktrain.optim.state_store.encode_state", slow)
     store = KeepOnDisk(tmp_path)
     store.put(0, STATE)
     assert store.holds(0)
@@ -189,7 +189,7 @@ def test_put_returns_before_the_file_is_written(tmp_path: Path, monkeypatch: pyt
 def test_a_prefetched_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store, reads = KeepOnDisk(tmp_path), []
     monkeypatch.setattr(
-        "blocktrain.optim.state.decode_state", lambda data: (reads.append(len(data)), decode_state(data))[1]
+        "blocktrain.optim.state_store.decode_state", lambda data: (reads.append(len(data)), decode_state(data))[1]
     )
     store.put(0, STATE)
     store.prefetch(0)

@@ -10,7 +10,7 @@ from blocktrain.stopping import RuleState
 
 
 @dataclass(kw_only=True)
-class Progress:
+class TrainerState:
     """Position in the schedule and sums so far. Data order and randomness follow from `step` and the seed."""
 
     step: int = 0  # optimizer steps done
@@ -35,7 +35,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Progress:
+    def from_json(cls, values: dict[str, Any]) -> TrainerState:
         """What `to_json` gave; raises `CheckpointError` for anything else."""
         if set(values) != {item.name for item in fields(cls)}:
             raise CheckpointError(f"the checkpoint's progress has fields {sorted(values)}; it is of another version")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
-from blocktrain.cache.collective import FAILED, CollectivePrefixCache
+from blocktrain.cache.collective_prefix_cache import FAILED, CollectivePrefixCache
 from blocktrain.cache.encoding import Encoding, Fields
 from blocktrain.cache.store import MemoryStore, RowLayout
 from blocktrain.chain.boundary import BoundaryRunner

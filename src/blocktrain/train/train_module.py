@@ -9,8 +9,7 @@
                 module.clip_grad_norm(...)
                 module.update(...)             or discard, after a non-finite step
 
-There are three: `BlocksModule` (each rank runs the whole model on its own rows, whole or sharded), `PipelineModule`
-(each rank runs some of the layers on all rows) and, in `compare/`, `ExternalModule` (another package's trainer).
+There are two: `BlocksModule`, for every layout, and in `compare/` `ExternalModule`, for another package's method.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from blocktrain.records.run_records import RunHeader
 from blocktrain.schedule import Visit
 from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Techniques
 
 Batch = Mapping[str, Tensor]

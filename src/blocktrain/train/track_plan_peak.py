@@ -1,7 +1,7 @@
 """`blocktrain plan --verify`: the steps of a configuration, run on a model without memory while a tracker counts bytes.
 
 Everything is built from the configuration that `plan --out` writes, by the functions that build a run: so this checks
-the closed form of `plan/memory.py` against the code that the user will run. `train/memory_profile.py` does the same for
+the closed form of `plan/memory.py` against the code that the user will run. `train/predict_memory.py` does the same for
 a run that exists; here the model is a shape, no data are opened, and only the steps of a visit count, without its
 activation and retirement.
 """

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.train import count_once
+from blocktrain.train import step_cost_cache
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.opening import Opening
-from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.opening_records import Opening
+from blocktrain.train.step_cost_cache import fingerprint
+from blocktrain.train.step_costs import count_opening, run_header
 
 
 def opening_of(context: TrainingContext) -> Opening:
@@ -45,12 +46,12 @@ OTHER = [
 
 @pytest.mark.parametrize("override", ALIKE)
 def test_what_a_step_does_not_depend_on_is_no_part_of_it(tiny, tmp_path: Path, override: str) -> None:
-    assert count_once.fingerprint(build(tiny(override), tmp_path)) == count_once.fingerprint(build(tiny(), tmp_path))
+    assert fingerprint(build(tiny(override), tmp_path)) == fingerprint(build(tiny(), tmp_path))
 
 
 @pytest.mark.parametrize("override", OTHER)
 def test_what_it_depends_on_is(tiny, tmp_path: Path, override: str) -> None:
-    assert count_once.fingerprint(build(tiny(override), tmp_path)) != count_once.fingerprint(build(tiny(), tmp_path))
+    assert fingerprint(build(tiny(override), tmp_path)) != fingerprint(build(tiny(), tmp_path))
 
 
 def test_a_run_that_costs_the_same_has_the_counts_that_it_would_have_made(
@@ -59,14 +60,14 @@ def test_a_run_that_costs_the_same_has_the_counts_that_it_would_have_made(
     other = build(tiny(*ALIKE[1:]), tmp_path)
     opening_of(build(tiny(), tmp_path))
     shared = opening_of(other)
-    monkeypatch.setattr(count_once, "_counts", {})
+    monkeypatch.setattr(step_cost_cache, "_counts", {})
     assert opening_of(other) == shared
 
 
 def test_each_is_counted_once_and_a_caller_may_change_what_it_gets(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(count_once, "_counts", {})
+    monkeypatch.setattr(step_cost_cache, "_counts", {})
     counted: list[str] = []
 
     def count(context: TrainingContext) -> dict[str, int]:
@@ -76,17 +77,17 @@ def test_each_is_counted_once_and_a_caller_may_change_what_it_gets(
     first, same, other = (
         build(tiny(*more), tmp_path) for more in ([], ["name=same"], ["blocks.count=2", "name=other"])
     )
-    count_once.count_once(count, first)["flops"] = 2
-    assert count_once.count_once(count, same) == {"flops": 1}
-    count_once.count_once(count, other)
+    step_cost_cache.count_once(count, first)["flops"] = 2
+    assert step_cost_cache.count_once(count, same) == {"flops": 1}
+    step_cost_cache.count_once(count, other)
     assert counted == ["tiny", "other"]
 
 
 def test_only_so_many_are_remembered(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(count_once, "_counts", {})
-    monkeypatch.setattr(count_once, "MOST", 1)
+    monkeypatch.setattr(step_cost_cache, "_counts", {})
+    monkeypatch.setattr(step_cost_cache, "MAX_ENTRIES", 1)
     contexts = [build(tiny(f"blocks.count={count}"), tmp_path) for count in (2, 3)]
     counted: list[int] = []
     for context in (*contexts, *contexts):
-        count_once.count_once(lambda each: counted.append(len(each.partition)), context)
+        step_cost_cache.count_once(lambda each: counted.append(len(each.partition)), context)
     assert counted == [2, 3, 2, 3]

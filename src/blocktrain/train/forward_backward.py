@@ -13,7 +13,7 @@ from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.technique import Techniques
-from blocktrain.train.techniques.prefix_cache import PrefixCaching
+from blocktrain.train.techniques.prefix_caching import PrefixCaching
 
 
 class Passes(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from blocktrain.errors import ConfigError
-from blocktrain.train.schema import from_mapping, override, read_toml, to_mapping
+from blocktrain.train.toml_dataclasses import from_mapping, override, read_toml, to_mapping
 from blocktrain.units import Duration
 
 
@@ -75,9 +75,9 @@ def test_values_arrive_with_their_types():
         ({"price": "7"}, "price must be a number, not '7'"),
         ({"service": 100}, r"service: 100 is not a duration; write for example '100 steps' or '2M tokens'"),
         ({"service": "100"}, "service: '100' is not a duration"),
-        ({"engine": {"power": 1, "fuel": "deisel"}}, r"engine\.fuel: 'deisel' is not one of its values; did you mean"),
+        ({"engine": {"power": 1, "fuel": "deisel"}}, r"engine\.fuel: 'deisel' is not an allowed value; did you mean"),
         ({"engine": {"power": 1, "options": 3}}, r"engine\.options is a table"),
-        ({"order": "frnt"}, "order: 'frnt' is not one of its values; did you mean 'front'"),
+        ({"order": "frnt"}, "order: 'frnt' is not an allowed value; did you mean 'front'"),
         ({"order": [0, "x"]}, r"order\[1\] must be a whole number, not 'x'"),
         ({"rows": ["a"]}, r"rows\[0\] must be a list, not 'a'"),
         ({"rows": [["a"], [1]]}, r"rows\[1\]\[0\] must be text, not 1"),
@@ -241,7 +241,7 @@ def test_a_run_configuration_comes_back_from_run_json():
     [
         ("optimizer.learning_rat=1", r"unknown key 'optimizer\.learning_rat'; known: .*lr"),
         ("optimiser.lr=1", r"unknown key 'optimiser'; did you mean 'optimizer'\?"),
-        ("schedule.order=ascendin", r"schedule\.order: 'ascendin' is not one of its values; did you mean 'ascending'"),
+        ("schedule.order=ascendin", r"schedule\.order: 'ascendin' is not an allowed value; did you mean 'ascending'"),
         ("schedule.plateau.patience=5", r"schedule\.plateau\.patience: 5 is not a duration"),
         ('blocks.layers={ embedding = "wte" }', r"blocks\.layers\.embedding must be a list, not 'wte'"),
         ("blocks.layers=[]", r"blocks\.layers is a table: write \[blocks\.layers\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from blocktrain.contrib.local_sgd import LocalSGD
@@ -14,15 +15,15 @@ from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.records.run_records import RunHeader
 from blocktrain.runtime import pick_device
-from blocktrain.train.blocks_module import BlocksModule
+from blocktrain.train.blocks_train_module import BlocksModule
 from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, optimizer_of, pipeline_config
+from blocktrain.train.forward_backward import PipelinePasses, RankPasses
 from blocktrain.train.gathered_state import GatheredFromShards, GatheredFromStages
-from blocktrain.train.module import Prepared
-from blocktrain.train.opening import Opening
-from blocktrain.train.passes import PipelinePasses, RankPasses
-from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.opening_records import Opening
+from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.train.technique import build_techniques
-from blocktrain.train.techniques.prefix_cache import PrefixCaching
+from blocktrain.train.techniques.prefix_caching import PrefixCaching
+from blocktrain.train.train_module import Prepared
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class BlocksSetup:
         if is_sharded(context.config, context.ranks):
             return _sharded(context, opening, folder)
         techniques = build_techniques(context, opening, folder)
-        way = data_parallel(context.ranks, context.config.distributed)
-        module = BlocksModule(context, way, RankPasses(context, way, techniques), source=lambda: context.optimizer)
+        parallel = data_parallel(context.ranks, context.config.distributed)
+        module = BlocksModule(
+            context, parallel, RankPasses(context, parallel, techniques), source=lambda: context.optimizer
+        )
         return Prepared(context=context, module=module, techniques=techniques)
 
 
@@ -70,12 +73,13 @@ def _sharded(context: TrainingContext, opening: Opening, folder: Path) -> Prepar
     sharded = ShardedPartition(context.ranks, context.partition, sharding, device=device)
     optimizer = optimizer_of(context.config, sharded.partition, folder, context.ranks)
     optimizer.load_state_dict(sharded.shard_state(before))
-    laid = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
-    techniques = build_techniques(laid, opening, folder)
-    way = ShardedDataParallel(laid.ranks, laid.config.distributed)
-    passes = RankPasses(laid, way, techniques)
-    module = BlocksModule(laid, way, passes, source=lambda: GatheredFromShards(laid, sharded))
-    return Prepared(context=laid, module=module, techniques=techniques)
+    sharded_context = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
+    techniques = build_techniques(sharded_context, opening, folder)
+    parallel = ShardedDataParallel(context.ranks, context.config.distributed)
+    passes = RankPasses(sharded_context, parallel, techniques)
+    source = partial(GatheredFromShards, sharded_context, sharded)
+    module = BlocksModule(sharded_context, parallel, passes, source=source)
+    return Prepared(context=sharded_context, module=module, techniques=techniques)
 
 
 def data_parallel(ranks: Ranks, config: DistributedConfig) -> BatchParallel:

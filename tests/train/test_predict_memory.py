@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import blocktrain as bt
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
-from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 STEP = StepShape(loss=lambda model: model(input_ids=TOKENS, labels=TOKENS).loss, inputs=[TOKENS])

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from blocktrain.cache.cost_model import CacheFacts, StoreChoice, VisitReuse, choose
 from blocktrain.cache.encoding import Encoding
-from blocktrain.cache.ledger import Fingerprints
 from blocktrain.cache.prefix_cache import CacheStatistics, PrefixCache
+from blocktrain.cache.slot_ledger import Fingerprints
 from blocktrain.cache.store import STORES, layout_of, slot_bytes
 from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
@@ -35,9 +35,16 @@ from blocktrain.records.run_records import CacheDecision, CacheUse, Record
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_pipeline, pipeline_config
-from blocktrain.train.opening import Opening
+from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Batch, Position, Technique
-from blocktrain.train.techniques.cached_rows import boundary_runner, fill_ahead, fingerprints, key_of, new_cache, sample
+from blocktrain.train.techniques.prefix_cache_rows import (
+    boundary_runner,
+    fill_ahead,
+    fingerprints,
+    key_of,
+    new_cache,
+    sample,
+)
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +248,7 @@ class PrefixCaching(Technique):
         kept = len([at for at in self._kept() or (boundary,) if at <= boundary])
         free: dict[Medium, float] = free_bytes(context.device, self.folder)
         shared_by: dict[Medium, int] = {"device": 1, "host": context.ranks.local_size, "file": context.ranks.size}
-        if self._cache is not None:  # it is not in its own way
+        if self._cache is not None:  # its own room is free for it
             medium = STORES[self._place].medium
             free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
         free = {place: amount / shared_by[place] for place, amount in free.items()}
@@ -348,7 +355,7 @@ def _refusal(context: TrainingContext) -> str | None:
     if context.config.blocks.frozen_dropout:
         return "refused: dropout acts in frozen layers (blocks.frozen_dropout), so the prefix differs each time"
     if context.data.augmented and context.config.sampling.variants is None:
-        return "refused: images are augmented anew in each pass; set sampling.variants = 1 (frozen) or more"
+        return "refused: images get new random augmentations in each pass; set sampling.variants = 1 (frozen) or more"
     return None
 
 

@@ -21,12 +21,14 @@ from blocktrain.chain.block import Block
 T = TypeVar("T")
 
 
-def ends(blocks: Sequence[Block]) -> list[int]:
+def measured_positions(blocks: Sequence[Block]) -> list[int]:
     """Positions of the lowest and the highest of each kind, in order; the others follow from them (see `filled`)."""
     return sorted({position for group in _alike(blocks) for position in (group[0], group[-1])})
 
 
-def filled(blocks: Sequence[Block], known: Mapping[int, T], between: Callable[[T, T, float], T]) -> list[T]:
+def interpolate_missing(
+    blocks: Sequence[Block], known: Mapping[int, T], between: Callable[[T, T, float], T]
+) -> list[T]:
     """What is `known` of the ends, by position, and for each block between two of them `between(low, high, share)`:
     `share` is how far up the chain it lies, from 0 to 1."""
     result = dict(known)

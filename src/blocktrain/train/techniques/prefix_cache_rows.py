@@ -13,10 +13,10 @@ import numpy as np
 import transformers
 from torch import Tensor
 
-from blocktrain.cache.collective import CollectivePrefixCache
+from blocktrain.cache.collective_prefix_cache import CollectivePrefixCache
 from blocktrain.cache.encoding import Encoding
-from blocktrain.cache.ledger import Fingerprints, Key
 from blocktrain.cache.prefix_cache import PrefixCache
+from blocktrain.cache.slot_ledger import Fingerprints, Key
 from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.data.batch import to_device

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from blocktrain.data.batch import to_device
-from blocktrain.train import run_header
+from blocktrain.train import step_costs
 from blocktrain.train.context import build
-from blocktrain.train.interpolate_blocks import ends
+from blocktrain.train.interpolate_costs import measured_positions
 
 SIX_LAYERS = ["model.config.n_layer=6", "blocks.count=8"]
 
@@ -20,8 +20,8 @@ SIX_LAYERS = ["model.config.n_layer=6", "blocks.count=8"]
 def test_blocks_between_alike_ones_cost_what_they_cost_when_counted(tiny, tmp_path: Path, memory: list[str]) -> None:
     """FLOPs and saved bytes to the last one: a block's step is its kind's, and each layer above adds the same."""
     context = build(tiny(*SIX_LAYERS, *memory), tmp_path)
-    assert ends(context.partition) == [0, 1, 6, 7]
+    assert measured_positions(context.partition) == [0, 1, 6, 7]
     batch = to_device(context.data.train.batch(range(context.micro_rows)), context.device)
-    direct = [run_header.counted_step(context, block, batch) for block in context.partition]
-    assert run_header.counted_steps(context, batch) == direct
+    direct = [step_costs.counted_step(context, block, batch) for block in context.partition]
+    assert step_costs.counted_steps(context, batch) == direct
     assert len({step.flops for step in direct[1:7]}) == 6

@@ -22,14 +22,14 @@ import torch
 
 from blocktrain.data.batch import to_device
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.schema import to_mapping
+from blocktrain.train.toml_dataclasses import to_mapping
 
 T = TypeVar("T")
 
-MOST = 64  # counts that are remembered; each is a few kilobytes
-NO_PART = {
+MAX_ENTRIES = 64  # counts that are remembered; each is a few kilobytes
+IGNORED_KEYS = {
     *("name", "seed", "learning_rate", "log_every", "stop", "tracking", "on_nonfinite"),
-    *("evaluation", "checkpoint", "prefix", "sampling"),  # they lie beside the step
+    *("evaluation", "checkpoint", "prefix", "sampling"),  # they do not change what a step costs
     "data",  # the first batch is looked at instead
     *("schedule", "distributed"),  # what visits train, the layout and the number of processes are looked at instead
 }
@@ -41,7 +41,7 @@ def count_once(count: Callable[[TrainingContext], T], context: TrainingContext) 
     """What `count(context)` returns, which is called only if it has not been called with an equal fingerprint."""
     key = (count.__name__, fingerprint(context))
     if key not in _counts:
-        while len(_counts) >= MOST:
+        while len(_counts) >= MAX_ENTRIES:
             del _counts[next(iter(_counts))]
         _counts[key] = count(context)
     return copy.deepcopy(_counts[key])
@@ -57,9 +57,9 @@ def fingerprint(context: TrainingContext) -> str:
 
 
 def _parts(context: TrainingContext) -> Iterator[object]:
-    config = to_mapping(context.config, leave_out=NO_PART)
+    config = to_mapping(context.config, leave_out=IGNORED_KEYS)
     optimizer = {key: value for key, value in config["optimizer"].items() if key != "lr"}
-    yield {key: value for key, value in config.items() if key not in NO_PART} | {"optimizer": optimizer}
+    yield {key: value for key, value in config.items() if key not in IGNORED_KEYS} | {"optimizer": optimizer}
     yield [str(context.device), context.micro_rows, context.rank_rows]
     yield [context.config.distributed.layout, context.ranks.size]
     yield type(context.model).__qualname__

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update import require_single_process
+from blocktrain.optim.backward_update_protocol import require_single_process
 from blocktrain.optim.factory import steps_parameters_independently
 from blocktrain.optim.offloaded_weights import FrozenPlace
 from blocktrain.optim.precision import Precision

@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from blocktrain.cache.encoding import Encoding, Fields
-from blocktrain.cache.ledger import Fingerprints, Key
 from blocktrain.cache.prefix_cache import Batch, BoundaryStore, MakeStore, PrefixCache
+from blocktrain.cache.slot_ledger import Fingerprints, Key
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.errors import StorageError
 
@@ -86,7 +86,9 @@ class CollectivePrefixCache(PrefixCache):
         """The boundary from which every rank computes: this one if it is equal on every rank, else the inputs (0)."""
         reported = self._all_gather(boundary if self._error is None else FAILED)
         if FAILED in reported:
-            raise self._error or StorageError("another process cannot store or read its rows; its output says why")
+            raise self._error or StorageError(
+                "another process cannot store or read its rows; see its output for the reason"
+            )
         return boundary if len(set(reported)) == 1 else 0
 
     def _read_local(self, slots: np.ndarray) -> tuple[int, Tensor | None]:

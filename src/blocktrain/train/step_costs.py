@@ -33,13 +33,13 @@ from blocktrain.records.run_records import (
 from blocktrain.runtime import pick_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.count_once import count_once
-from blocktrain.train.interpolate_blocks import ends, filled, interpolate
-from blocktrain.train.memory_profile import predicted_peaks
-from blocktrain.train.opening import Opening
-from blocktrain.train.schema import to_mapping
+from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
+from blocktrain.train.opening_records import Opening
+from blocktrain.train.predict_memory import predicted_peaks
+from blocktrain.train.step_cost_cache import count_once
 from blocktrain.train.techniques.growth import growing_visits, running_without
 from blocktrain.train.techniques.memory_saving import saving_memory
+from blocktrain.train.toml_dataclasses import to_mapping
 
 
 def count_opening(context: TrainingContext, header: RunHeader, micro_rows: int | None = None) -> Opening:
@@ -137,7 +137,7 @@ def _growing_steps(context: TrainingContext) -> tuple[GrowingStep, ...]:
 
 
 def _of_all_rows(context: TrainingContext, flops: int) -> int:
-    """From those of a micro-batch."""
+    """Scales the FLOPs of a micro-batch to the whole step."""
     return flops * context.config.batch.rows // context.micro_rows
 
 
@@ -151,8 +151,8 @@ def counted_steps(context: TrainingContext, batch: Mapping[str, torch.Tensor]) -
             saved_bytes=interpolate(low.saved_bytes, high.saved_bytes, share),
         )
 
-    known = {end: counted_step(context, context.trained[end], batch) for end in ends(context.trained)}
-    return filled(context.trained, known, between)
+    known = {end: counted_step(context, context.trained[end], batch) for end in measured_positions(context.trained)}
+    return interpolate_missing(context.trained, known, between)
 
 
 def counted_step(

@@ -13,7 +13,7 @@ from torch import nn
 
 import blocktrain as bt
 from blocktrain.cache.encoding import Fields
-from blocktrain.cache.ledger import Fingerprints, Ledger, checksums
+from blocktrain.cache.slot_ledger import Fingerprints, Ledger, checksums
 from blocktrain.cache.store import FileStore, layout_of
 from blocktrain.chain.discovery import find_chain
 from blocktrain.errors import StorageError

@@ -21,12 +21,12 @@ from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
-from blocktrain.optim.state import KeepOnHost
+from blocktrain.optim.state_store import KeepOnHost
 from blocktrain.schedule import Cyclic
 from blocktrain.train.context import build
-from blocktrain.train.memory_profile import StepShape, predicted_peaks, visited_peaks
 from blocktrain.train.oom_advice import savings
-from blocktrain.train.run_header import count_opening, run_header
+from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
+from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.units import Duration
 
 from .conftest import OPTIMIZERS, assert_nothing_moves

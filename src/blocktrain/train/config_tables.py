@@ -12,7 +12,7 @@ from blocktrain.contrib.learning_tail import Rule, Tail
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.precision import Moments
-from blocktrain.optim.state import STATE_STORES
+from blocktrain.optim.state_store import STATE_STORES
 from blocktrain.schedule import Schedule, Span, make_schedule
 from blocktrain.stopping import Plateau
 from blocktrain.units import Duration
@@ -36,9 +36,11 @@ class ScheduleConfig:
     """Which block is visited when, and for how long.
 
     visit: the longest a visit lasts; an epoch is one pass over the subset.
-    first_visits: the same of the run's first visits, in turn: `["2000 steps"]` trains the first block for long.
-    sweeps: how many; left out, the run ends by `[stop]`.
-    order: of the blocks in a sweep; "shuffled" anew in each; or a list of block numbers.
+    first_visits: the lengths of the run's first visits, in place of `visit`: `["2000 steps"]` trains the first block
+        longer.
+    sweeps: the number of sweeps; if it is left out, `[stop]` ends the run.
+    order: of the blocks in a sweep; "shuffled" draws a new order for each sweep; or a list
+        of block numbers.
     span: what a visit trains: its "block"; or the "suffix", every block above it too, to learn more from a token; that
         takes the memory of all these blocks.
     kind: "cyclic"; or a schedule of your own, "package.module:Class", which is given visit, sweeps, seed and options.
@@ -84,8 +86,8 @@ class OptimizerConfig:
     max_grad_norm: clip the active block's gradients to this total norm; none never clips.
     in_backward: step each weight in the backward pass, as soon as its gradient is whole, so that one gradient is
         there at a time. Needs whole batches, and no clipping.
-    tail: how what lies above the active block learns, without moments and inside the backward pass: "sgd", normalised,
-        or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
+    tail: how the weights above the active block are updated, without moments and inside the backward pass: "sgd",
+        normalised, or "newton-schulz", Muon without momentum. Needs fp32 and whole batches.
     tail_share: the share of `lr` that a tail weight moves by; twice that where it is orthogonalized.
     """
 
@@ -119,11 +121,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What a step keeps on the device, and what it pays to keep less.
+    """What a step keeps on the device, and what it trades to keep less.
 
     frozen: where frozen weights are while no layer runs with them; "host" copies them to the device one layer ahead.
     checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
-    boundaries: where those inputs wait: on the "device", or on the "host".
+    boundaries: where those inputs are stored: on the "device", or on the "host".
     loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
     kernels: "liger" takes Liger's norms and activations (CUDA); "auto" where installed.
     """
@@ -167,7 +169,7 @@ class EvaluationConfig:
     every: how often, beside the start and the end.
     rows: how many validation rows, the same first ones each time.
     batch_rows: how many at a time.
-    generate: how many validation conversations are asked anew, their answers compared.
+    generate: the number of validation conversations whose answers are generated and compared with the reference.
     new_tokens: the most an answer has.
     answer_marker: compare only the word or number behind it ("####" for GSM8K); None: the whole text.
     """
@@ -191,7 +193,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints, whole or not at all.
+    """Checkpoints, written atomically.
 
     every: how often, beside the end and an interruption.
     keep: how many stay, the newest ones.

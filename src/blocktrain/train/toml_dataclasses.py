@@ -38,6 +38,8 @@ def from_mapping(
     built: fields that the caller has made from other keys.
     also_known: the names of those keys, for the message about an unknown key.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is a table: write [{where}], not {values!r}")
     built = built or {}
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -122,7 +124,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if value in arguments and type(value) in {type(choice) for choice in arguments}:
             return value
         hint = nearest(str(value), [str(choice) for choice in arguments])
-        raise ConfigError(f"{where}: {value!r} is not one of its values; {hint}")
+        raise ConfigError(f"{where}: {value!r} is not an allowed value; {hint}")
     if kind is Duration:
         return _duration(value, where)
     if dataclasses.is_dataclass(kind):

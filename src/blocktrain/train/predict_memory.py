@@ -23,7 +23,7 @@ from blocktrain.memory.parts import ACTIVE, BUFFERS, FROZEN, GRADIENTS, INPUTS
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import meta_scalars_read_as_one
-from blocktrain.train.interpolate_blocks import ends, filled, interpolate
+from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
 
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
 
@@ -32,7 +32,8 @@ Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean l
 class StepShape:
     """What a step does beside the model: `loss` over each of `micro_steps`, then clip to `max_grad_norm`, update.
 
-    inputs: tensors of the batch, counted as such. saving: what is put around the partition's model for memory's sake.
+    inputs: tensors of the batch, counted as such.
+    saving: the context manager that saves memory (checkpointing, a chunked loss) around a partition's model.
     """
 
     loss: Loss
@@ -68,9 +69,9 @@ def predicted_peaks(
 
 def peaks_of_all(optimizer: BlockOptimizer, step: StepShape, *, blocks: Sequence[Block]) -> list[Peak]:
     """The peak of a visit to each of `blocks`, of an optimizer over a copy without memory; not all are visited."""
-    measured = ends(blocks)
+    measured = measured_positions(blocks)
     peaks = visited_peaks(optimizer, step, blocks=[blocks[end] for end in measured])
-    return filled(blocks, dict(zip(measured, peaks, strict=True)), _between)
+    return interpolate_missing(blocks, dict(zip(measured, peaks, strict=True)), _between)
 
 
 def _between(low: Peak, high: Peak, share: float) -> Peak:
@@ -134,7 +135,7 @@ def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:
 
 @contextmanager
 def _labelled_gradients(tracker: MemoryTracker, weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, a weight's gradient counts as one from its birth, also where a master takes it and frees it at once."""
+    """Inside, a weight's gradient is labelled as soon as autograd creates it, even if a master takes it at once."""
     hooks = [weight.register_hook(lambda gradient: tracker.label(GRADIENTS, [gradient])) for weight in weights]
     try:
         yield

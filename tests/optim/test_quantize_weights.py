@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktrain.optim import quantize as quantize_module
+from blocktrain.optim import quantize_weights as quantize_module
 from blocktrain.optim.precision import Format
-from blocktrain.optim.quantize import NF4_VALUES, has_bitsandbytes, quantize
+from blocktrain.optim.quantize_weights import NF4_VALUES, has_bitsandbytes, quantize
 
 SHAPES = [(256, 128), (300, 70), (5, 3), (1, 1), (4, 6, 64)]
 FORMATS: list[Format] = ["int8", "nf4"]

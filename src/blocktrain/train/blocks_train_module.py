@@ -18,7 +18,7 @@ from blocktrain.parallel.protocol import Parallel
 from blocktrain.schedule import Visit
 from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.passes import Passes
+from blocktrain.train.forward_backward import Passes
 
 
 class BlocksModule:
