@@ -133,7 +133,7 @@ def test_what_cannot_have_a_tail_is_refused(tiny, gpt2) -> None:
         "batch.micro_rows=2": "leave out batch.micro_rows",
         "batch.micro_rows=auto": "leave out batch.micro_rows",
         "on_nonfinite=skip": "set on_nonfinite = 'stop'",
-        "schedule.span=suffix": "schedule.span = 'suffix' leaves no tail",
+        "schedule.span=suffix": "schedule.span = 'suffix' already trains every block above",
         "optimizer.tail_share=-1": "tail_share must be positive, not -1",
     }.items():
         with pytest.raises(ConfigError, match=said):

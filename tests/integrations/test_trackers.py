@@ -191,7 +191,7 @@ def test_what_is_missing_is_said_before_anything_is_written(
     assert main(arguments) == 2
     assert "whose client is not installed: pip install wandb" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match=r"tracking\.to\[0\]: 'tensorbord' is not one of its values; did you mean"):
+    with pytest.raises(ConfigError, match=r"tracking\.to\[0\]: 'tensorbord' is not an allowed value; did you mean"):
         tiny("tracking.to=['tensorbord']")
     with pytest.raises(ConfigError, match="names a tracker twice"):
         tiny("tracking.to=['wandb', 'wandb']")

@@ -223,7 +223,7 @@ def test_auto_gives_seconds_and_an_embedding_alone_never_pays(train: Run):
         run = train(patterns, f"schedule.order={order}", "schedule.visit=6 epochs", "schedule.sweeps=1")
         reasons = {event["level"]: (event["place"], event["reason"]) for event in events_of(run, "cache")}
         assert reasons[1] == (None, "cannot pay: the prefix costs no FLOPs")
-        assert reasons[3][0] == "host"
+        assert reasons[3][0] in ("host", "file")  # the speeds are measured
         assert "s of filling and reading instead of" in reasons[3][1]
         (cached,) = events_of(run, "cached")
         assert cached["bytes"] == ROWS * ROW_BYTES  # no room for the boundary that never pays

@@ -1,6 +1,6 @@
 """Out of memory is answered with advice: which part was the largest, and what changes would save how much.
 
-The parts are those that were tracked when the run began (see `memory_profile.py`); each saving is arithmetic on them,
+The parts are those that were tracked when the run began (see `predict_memory.py`); each saving is arithmetic on them,
 and one function below:
 
     batch.micro_rows r -> s     activations, logits and inputs shrink to s/r
