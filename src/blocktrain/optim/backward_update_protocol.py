@@ -1,7 +1,7 @@
 """The seam for updates inside a visit's backward pass: weights that are moved as soon as their gradient is complete.
 
     backward     prefix     active block                                  tail
-                            <- step_in_backward.py: the block's own weights    <- contrib/learning_tail.py: weights above it
+                            <- step_in_backward.py: its own weights    <- contrib/learning_tail.py: weights above it
 
 Such an update needs no gradient that outlives its weight's turn. The price: every backward pass is a step, so gradients
 of micro-batches or of several processes cannot be summed first.

@@ -48,8 +48,8 @@ class BlockOptimizer:
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
-    tail: moves other weights inside each backward pass, such as `bt.Tail` (see `backward_update.py`).
-    in_backward: step each weight inside the backward pass, of which there must be one a step (see `step_in_backward.py`).
+    tail: moves other weights inside each backward pass, such as `bt.Tail` (see `backward_update_protocol.py`).
+    in_backward: step each weight inside the backward pass, of which there must be one a step (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
     and its master if there is one. A parameter without a gradient (an expert that no token chose) is left as it is.

@@ -32,7 +32,7 @@ from blocktrain.plan.spec import ModelSpec
 
 # In the order in which charts stack them.
 MEMORY_PARTS = ("frozen", "active", "master", "gradients", "moments", "activations", "logits")
-CHUNK_SCALARS = 2**22  # converted at a time: optim/adamw8bit.py, quantize.py, precision.py
+CHUNK_SCALARS = 2**22  # converted at a time: optim/adamw8bit.py, quantize_weights.py, precision.py
 
 
 @dataclass(frozen=True, kw_only=True)

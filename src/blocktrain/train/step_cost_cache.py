@@ -1,7 +1,7 @@
 """What a step costs is counted once for all runs of a process that cost the same.
 
 A search over learning rates opens a run for each rate, and a comparison opens the same model again and again. What
-those runs count before their first step (see `run_header.py`) depends on shapes, not on numbers, so it is remembered:
+those runs count before their first step (see `step_costs.py`) depends on shapes, not on numbers, so it is remembered:
 
     model, blocks, optimizer, precision, memory, first batch    -> fingerprint -> counts
     name, seed, rate, schedule, evaluation, checkpoints         are no part of it

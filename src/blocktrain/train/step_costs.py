@@ -2,7 +2,7 @@
 
 FLOPs and bytes are counted, not estimated: on a copy of the model without memory, with each block active in turn,
 and with everything active for comparison. The closed form stands beside the count. Runs of one process that cost the
-same share their counts (`count_once.py`).
+same share their counts (`step_cost_cache.py`).
 """
 
 from __future__ import annotations

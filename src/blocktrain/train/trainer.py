@@ -1,7 +1,7 @@
 """The trainer: Algorithm 1 of the paper with everything a long run needs around it. It knows time, and no technique.
 
     for visit in schedule:                    which block, in which order
-        with module.visit(visit):             freeze, unfreeze, build, restore          module.py
+        with module.visit(visit):             freeze, unfreeze, build, restore          train_module.py
             until the visit is over:
                 one step                      step.py
                 evaluate when due             evaluate.py
