@@ -41,11 +41,13 @@ def badam(context: TrainingContext, period: int | None) -> ExternalMethod:
     It finds blocks by the text of parameters' names, so it gets whole names. It warns of fp32 weights and prints every
     switch: both are silenced.
     """
-    package = import_package("badam", "badam", "badam")
     config, model = context.config, context.model
+    if config.schedule.kind != "cyclic":
+        raise ConfigError(f"badam cannot follow schedule.kind = '{config.schedule.kind}'; compare it with \"cyclic\"")
     order = {"ascending": "ascending", "descending": "descending", "shuffled": "random"}.get(str(config.schedule.order))
     if order is None:
         raise ConfigError(f"badam cannot follow schedule.order = {config.schedule.order}; use a named order")
+    package = import_package("badam", "badam", "badam")
     named = list(model.named_parameters())
     bases = context.optimizer.factory.build(dict(named))
     if len(bases) != 1:

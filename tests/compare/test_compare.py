@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 from blocktrain.cli.main import main
 from blocktrain.compare.adapter import ADAPTERS, Adapter
 from blocktrain.compare.compare import Search, compare
-from blocktrain.compare.external_module import ExternalModule
+from blocktrain.compare.external_module import ExternalMethod, ExternalModule
 from blocktrain.compare.external_profile import MethodCosts, measure_costs
 from blocktrain.compare.external_setup import external_context
 from blocktrain.compare.methods import METHODS, external, method
@@ -181,6 +181,20 @@ def test_a_peer_trains(name: str, tiny: MakeConfig, tmp_path: Path) -> None:
     assert (costs.gradient_bytes == 0) == (name == "lomo")
 
 
+def test_state_that_a_method_drops_between_steps_counts_at_its_most(tiny: MakeConfig, tmp_path: Path) -> None:
+    """BAdam forgets its moments at each switch; the record's `optimizer_bytes` is what the card had to hold."""
+    context = context_for("lisa", tiny(*PLAIN), tmp_path)
+    optimizer = torch.optim.AdamW(context.model.parameters(), lr=0.0)
+    method = ExternalMethod(model=context.model, optimizers=[optimizer])
+    module = ExternalModule(context, method, Techniques(), known_state_bytes=10)
+    assert module.state_bytes() == 10
+    take(module, 0)
+    kept = method.state_bytes()
+    assert module.state_bytes() == kept > 2 * sum(p.nbytes for p in context.model.parameters())
+    optimizer.state.clear()
+    assert module.state_bytes() == kept
+
+
 def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
     adapter = require("lora")
     for split, count in (("train", 8), ("test", 4)):
@@ -208,6 +222,12 @@ def test_badam_costs_what_a_block_costs(tiny: MakeConfig, tmp_path: Path) -> Non
         context = context_for(name, config, tmp_path)
         flops.append(costs_of(ADAPTERS[name], context, visits=adapter.cycle(context)).flops)
     assert flops[1] < flops[0]  # its backward pass stops at the active block
+
+
+def test_badam_refuses_a_schedule_that_it_cannot_follow(tiny: MakeConfig, tmp_path: Path) -> None:
+    context = context_for("badam", tiny(*PLAIN, "schedule.kind=blocktrain.schedule:Cyclic"), tmp_path)
+    with pytest.raises(ConfigError, match=r"badam cannot follow schedule\.kind = 'blocktrain\.schedule:Cyclic'"):
+        ADAPTERS["badam"].build(context, None)
 
 
 def test_lomo_cannot_accumulate(tiny: MakeConfig, tmp_path: Path) -> None:

@@ -87,6 +87,18 @@ def test_other_errors_pass_unchanged(tiny, tmp_path: Path) -> None:
         raise RuntimeError("something else")
 
 
+def test_another_package_s_method_is_offered_no_blocks_and_no_checkpoint(tiny, tmp_path: Path) -> None:
+    context = build(tiny("batch.rows=8"), tmp_path)
+    with (
+        pytest.raises(OutOfMemoryError, match="has no checkpoint and starts over") as refused,
+        advise_when_out_of_memory(context, MEMORY, "here", is_external=True),
+    ):
+        raise MemoryError
+    assert "batch.micro_rows 8 -> 4 saves about 420 B" in str(refused.value)
+    assert "blocks." not in str(refused.value)
+    assert "precision" not in str(refused.value)
+
+
 def test_the_error_holds_no_tensor_of_the_failed_step(tiny, tmp_path: Path) -> None:
     """They must be gone while the block retires, which may need memory itself."""
     context = build(tiny(), tmp_path)

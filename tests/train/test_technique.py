@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -165,3 +166,20 @@ def test_a_technique_may_have_a_table_of_its_own(tiny_mapping, tmp_path: Path, p
 def test_a_module_that_cannot_be_imported_is_named(tiny_mapping) -> None:
     with pytest.raises(ConfigError, match="imports: module 'no_such_plugin' cannot be imported"):
         RunConfig.from_mapping({**tiny_mapping, "imports": ["no_such_plugin"]})
+
+
+def test_techniques_from_outside_lie_inside_the_package_s_own_whichever_was_imported_first() -> None:
+    script = (
+        "from blocktrain.train.technique import TECHNIQUES, Technique, register_technique\n"
+        "register_technique('mine', lambda *_: Technique())\n"
+        "import blocktrain.train.techniques\n"
+        "print(*TECHNIQUES)"
+    )
+    names = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert names == ["kernels", "memory_saving", "growth", "prefix_cache", "mine"]
+
+
+@pytest.mark.parametrize("name", ["prefix_cache", "text", "optimizer"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is a technique, a kind of data or a key"):
+        register_technique(name, lambda *_: None)

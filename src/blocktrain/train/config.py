@@ -162,7 +162,7 @@ class Conflict:
     message: Callable[[RunConfig], str]
 
 
-def _moves_in_backward(config: RunConfig) -> str | None:
+def moves_in_backward(config: RunConfig) -> str | None:
     """The setting that makes every backward pass an update, if there is one."""
     if config.optimizer.tail != "none":
         return f"optimizer.tail = '{config.optimizer.tail}' moves weights in each backward pass"
@@ -227,16 +227,16 @@ CONFLICTS: list[Conflict] = [
     ),
     Conflict(
         when=lambda config: (
-            _moves_in_backward(config) is not None and config.batch.micro_rows not in (None, config.batch.rows)
+            moves_in_backward(config) is not None and config.batch.micro_rows not in (None, config.batch.rows)
         ),
         message=lambda config: (
-            f"{_moves_in_backward(config)}: leave out batch.micro_rows, and use fewer batch.rows where memory is short"
+            f"{moves_in_backward(config)}: leave out batch.micro_rows, and use fewer batch.rows where memory is short"
         ),
     ),
     Conflict(
-        when=lambda config: _moves_in_backward(config) is not None and config.on_nonfinite == "skip",
+        when=lambda config: moves_in_backward(config) is not None and config.on_nonfinite == "skip",
         message=lambda config: (
-            f"{_moves_in_backward(config)}, so no step can be skipped afterwards: set on_nonfinite = 'stop'"
+            f"{moves_in_backward(config)}, so no step can be skipped afterwards: set on_nonfinite = 'stop'"
         ),
     ),
     Conflict(

@@ -18,12 +18,13 @@ and one function below:
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.records.run_records import MemoryPeaks
 from blocktrain.runtime import free_memory_bytes, is_out_of_memory
+from blocktrain.train.config import moves_in_backward
 from blocktrain.train.context import TrainingContext
 from blocktrain.units import format_bytes
 
@@ -34,10 +35,13 @@ BY_BLOCK = ("master", "gradients", "moments")
 
 
 @contextmanager
-def advise_when_out_of_memory(context: TrainingContext, memory: MemoryPeaks, doing: str) -> Iterator[None]:
+def advise_when_out_of_memory(
+    context: TrainingContext, memory: MemoryPeaks, doing: str, *, is_external: bool = False
+) -> Iterator[None]:
     """Turn an allocation that fails inside into an `OutOfMemoryError` with advice.
 
-    memory: the tracked peaks of a step. doing: what was going on, for the message.
+    memory: the tracked peaks of a step. doing: what was going on, for the message. is_external: whether another
+    package's method trains: it has no blocks of ours, and its run no checkpoints.
     """
     try:
         yield
@@ -48,34 +52,42 @@ def advise_when_out_of_memory(context: TrainingContext, memory: MemoryPeaks, doi
         active = context.optimizer.block
         peaks = memory.blocks if active is None else memory.blocks[active.index : active.index + 1]
         parts = max((peak.parts for peak in peaks), key=lambda parts: sum(parts.values()))
-        said = f"out of memory {doing}; {advice(context, parts)}; the last checkpoint is as it was"
+        kept = (
+            "a run by another package's method has no checkpoint and starts over"
+            if is_external
+            else "the last checkpoint is unharmed"
+        )
+        plan = advice(context, parts, EXTERNAL_SAVINGS if is_external else SAVINGS)
+        said = f"out of memory {doing}; {plan}; {kept}"
         raise OutOfMemoryError(said) from None
 
 
-def advice(context: TrainingContext, parts: Parts) -> str:
+def advice(context: TrainingContext, parts: Parts, ways: Sequence[Way] | None = None) -> str:
     """The largest part and the changes that would save most, as the end of a message."""
     name, largest = max(parts.items(), key=lambda item: item[1])
     others = ", ".join(f"{part} {format_bytes(count)}" for part, count in parts.items() if part != name)
     free = format_bytes(free_memory_bytes(context.device))
     said = f"the largest part of a step is {name}, {format_bytes(largest)} (the rest: {others}); {free} are free. "
-    found = sorted(savings(context, parts).items(), key=lambda item: -item[1])
+    found = sorted(savings(context, parts, ways).items(), key=lambda item: -item[1])
     steps = "; ".join(f"{change} saves about {format_bytes(saved)}" for change, saved in found)
     return said + (f"Start again with: {steps}" if steps else "Use a machine with more memory, or a smaller model")
 
 
-def savings(context: TrainingContext, parts: Parts) -> dict[str, int]:
-    """What to change -> bytes saved, nearest changes only; those that save nothing are left out."""
-    found = [saving(context, parts) for saving in SAVINGS]
+def savings(context: TrainingContext, parts: Parts, ways: Sequence[Way] | None = None) -> dict[str, int]:
+    """What to change -> bytes saved, nearest changes only; those that save nothing are left out. ways: all `SAVINGS`
+    unless given."""
+    found = [way(context, parts) for way in ways or SAVINGS]
     return {change: saved for change, saved in (pair for pair in found if pair is not None) if saved > 0}
 
 
 Saving = tuple[str, int] | None  # what to change, and the bytes it saves; None where the change cannot be made
+Way = Callable[[TrainingContext, Parts], Saving]
 
 
 def _smaller_batch(context: TrainingContext, parts: Parts) -> Saving:
     config, rows = context.config, context.micro_rows
     smaller = max((count for count in range(1, rows) if config.batch.rows % count == 0), default=rows)
-    key = "rows" if _moves_in_backward(context) else "micro_rows"
+    key = "rows" if moves_in_backward(context.config) else "micro_rows"
     return f"batch.{key} {rows} -> {smaller}", _sum(parts, BY_ROWS) * (rows - smaller) // rows
 
 
@@ -138,7 +150,8 @@ def _frozen_on_host(context: TrainingContext, parts: Parts) -> Saving:
     return "memory.frozen = 'host'", parts.get("frozen", 0) * max(0, layers - 2) // layers
 
 
-SAVINGS: tuple[Callable[[TrainingContext, Parts], Saving], ...] = (
+EXTERNAL_SAVINGS: tuple[Way, ...] = (_smaller_batch, _checkpointing, _chunked_loss)  # for any method
+SAVINGS: tuple[Way, ...] = (
     _smaller_batch,
     _smaller_blocks,
     _one_block_a_visit,
@@ -149,11 +162,6 @@ SAVINGS: tuple[Callable[[TrainingContext, Parts], Saving], ...] = (
     _chunked_loss,
     _frozen_on_host,
 )
-
-
-def _moves_in_backward(context: TrainingContext) -> bool:
-    """Whether weights move in the backward pass, of which there can be only one a step."""
-    return context.config.optimizer.tail != "none" or context.config.optimizer.in_backward
 
 
 def _sum(parts: Parts, names: tuple[str, ...]) -> int:

@@ -14,7 +14,7 @@ There are two: `BlocksModule`, for every layout, and in `compare/` `ExternalModu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,6 @@ from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Techniques
-
-Batch = Mapping[str, Tensor]
 
 
 class TrainModule(Protocol):

@@ -277,7 +277,8 @@ class Trainer:
 
     def _advise(self, doing: str):
         """Inside, an allocation that fails is answered with advice; `doing` says what was going on."""
-        return advise_when_out_of_memory(self.context, self._opening.memory, doing)
+        is_external = self._prepared.module.checkpoint_source() is None
+        return advise_when_out_of_memory(self.context, self._opening.memory, doing, is_external=is_external)
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._started, 4)
