@@ -25,6 +25,8 @@ from pathlib import Path
 from recording import Recording, recorded_folder, written
 from runs import CRASHED, RUNS, SIGNALLED, file_of, write_data
 
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"  # where the rivals' adapters are
+
 # Of PyTorch, MKL and oneDNN the kernels that every x86 processor has; one thread, so that sums have one order.
 PINNED = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -41,7 +43,8 @@ PINNED = {
 
 def carry_out(folder: Path, names: Sequence[str]) -> dict[str, Recording]:
     """The recordings of `names`, whose runs are left in `folder`; what they print comes with an error only."""
-    environment = {**os.environ, **PINNED}
+    path = os.pathsep.join([str(EXPERIMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **PINNED, "PYTHONPATH": path}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
