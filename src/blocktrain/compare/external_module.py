@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.forward_backward import micro_batches
 from blocktrain.train.technique import Techniques
 
 
@@ -105,14 +105,10 @@ class ExternalModule:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `TrainModule`."""
-        context, data = self.context, self.context.data.train
-        parts = rows.split(context.micro_rows)
-        weights = [int(data.weights(part.rows).sum()) for part in parts]
         loss = 0.0
-        for part, weight in zip(parts, weights, strict=True):
-            batch = to_device(data.batch(part.rows, variant=part.variant), context.device)
+        for part, batch, weight in micro_batches(self.context, rows.split(self.context.micro_rows), rows):
             with self._techniques.around_batch(part, batch):
-                share = self.model(**batch).loss * (weight / sum(weights))
+                share = self.model(**batch).loss * weight
                 self.method.backward(share, self._lr_factor)
             loss += share.item()
         return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.technique import Techniques
+from blocktrain.train.technique import Batch, Techniques
 from blocktrain.train.techniques.prefix_caching import PrefixCaching
 
 
@@ -24,11 +25,24 @@ class Passes(Protocol):
         ...
 
 
+def micro_batches(
+    context: TrainingContext, parts: Iterable[StepRows], rows: StepRows
+) -> Iterator[tuple[StepRows, Batch, float]]:
+    """Each of `parts`, micro-batches of the step's `rows`: its rows, its batch on the device, and its weight.
+
+    A micro-batch counts for as many predictions as it has, so that the parts of all ranks add up to one large batch.
+    """
+    data = context.data.train
+    total = int(data.weights(rows.rows).sum())
+    for part in parts:
+        batch = to_device(data.batch(part.rows, variant=part.variant), context.device)
+        yield part, batch, int(data.weights(part.rows).sum()) / total
+
+
 class RankPasses:
     """This rank's part of the step's rows through the whole model, `micro_rows` at a time.
 
-    Each micro-batch counts for as many predictions as it has, so that the parts of all ranks add up to one large batch.
-    While one is computed, techniques prefetch what the next one needs.
+    While one micro-batch is computed, techniques prefetch what the next one needs.
     """
 
     def __init__(self, context: TrainingContext, parallel: BatchParallel, techniques: Techniques):
@@ -38,17 +52,14 @@ class RankPasses:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `Passes`."""
-        context, data = self._context, self._context.data.train
+        context = self._context
         parts = context.rows.mine(rows).split(context.micro_rows)
-        weights = [int(data.weights(part.rows).sum()) for part in parts]
-        total = int(data.weights(rows.rows).sum())
-        loss = 0.0
         after = context.rows.mine(following).split(context.micro_rows)[0]
-        for part, weight, coming in zip(parts, weights, [*parts[1:], after], strict=True):
-            batch = to_device(data.batch(part.rows, variant=part.variant), context.device)
+        loss = 0.0
+        for (part, batch, weight), coming in zip(micro_batches(context, parts, rows), [*parts[1:], after], strict=True):
             with self._techniques.around_batch(part, batch):
                 self._techniques.prefetch(coming)
-                micro_loss = context.model(**batch).loss * (weight / total)
+                micro_loss = context.model(**batch).loss * weight
                 with self._parallel.gradient_sync() if part is parts[-1] else nullcontext():
                     micro_loss.backward()
             loss += micro_loss.item()
@@ -69,16 +80,16 @@ class PipelinePasses:
 
     def forward_backward(self, rows: StepRows, following: StepRows) -> float:
         """See `Passes`; the loss is returned on rank 0, the others have no share of it."""
-        context, data = self._context, self._context.data.train
+        context = self._context
         rank, size = context.ranks.rank, context.ranks.size
-        parts = context.rows.in_turn(rows, context.micro_rows)
-        weights = [int(data.weights(part.rows).sum()) for part in parts]
-        batches = [to_device(data.batch(part.rows, variant=part.variant), context.device) for part in parts]
+        parts, batches, weights = zip(
+            *micro_batches(context, context.rows.in_turn(rows, context.micro_rows), rows), strict=True
+        )
         hidden: list[Tensor | None] = [None] * len(parts)
         if self._prefix is not None and self._prefix.boundary:
             after = context.rows.mine(following).split(context.micro_rows)[0]
             for at in range(rank, len(parts), size):
                 hidden[at] = self._prefix.states(parts[at], batches[at])
                 self._prefix.prefetch(parts[at + size] if at + size < len(parts) else after)
-        loss = self._pipeline.backward(batches, weights=[weight / sum(weights) for weight in weights], hidden=hidden)
+        loss = self._pipeline.backward(batches, weights=weights, hidden=hidden)
         return loss if rank == 0 else 0.0
