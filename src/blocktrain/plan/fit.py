@@ -46,7 +46,7 @@ ENOUGH_ROWS = 4  # in a micro-batch: kernels are then large enough
 LARGEST_MICRO_BATCH = 64  # rows
 VISIT_STEPS = 100  # of a visit without a cache
 FEWEST_VISIT_STEPS = 25  # of a visit with a cache, whose subset must fit into it
-# Of what is free, for a prefix cache; cache/cost_model.py leaves as much alone.
+# The share of free host memory and disk that a prefix cache may use, as in cache/cost_model.py.
 HOST_SHARE, DISK_SHARE = 0.5, 0.9
 
 

@@ -59,7 +59,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of a whole step."""
+        """How long a whole step takes."""
         return sum(self.parts.values())
 
     @property

@@ -66,7 +66,7 @@ class TrainingContext:
 
     @property
     def rank_rows(self) -> int:
-        """Of a step's rows, those of one process."""
+        """How many of a step's rows one process computes."""
         return self.config.batch.rows // self.ranks.size
 
     @property

@@ -209,8 +209,8 @@ def _memory_by_arithmetic(context: TrainingContext, block: Block, step: StepCost
 
 
 def _moved_shares(context: TrainingContext, moved: Collection[str]) -> dict[int, float]:
-    """Of each layer of which something is moved, the share of its weights that get gradients: a matrix whole, even
-    where the block owns rows of it only."""
+    """The share of its weights that get gradients, for each layer with a weight in `moved`. A matrix counts whole, even
+    where the block owns only some of its rows."""
     shares = {}
     for index, owned in enumerate(context.partition.chain.owned):
         mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)

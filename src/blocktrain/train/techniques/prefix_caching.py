@@ -337,7 +337,7 @@ class PrefixCaching(Technique):
             fill_ahead(self.context, self._cache, visit)
 
     def _flops(self, start: int, end: int) -> float:
-        """Of one row's forward pass through layers [start, end)."""
+        """FLOPs of one row's forward pass through layers [start, end)."""
         return sum(self._forward[start:end])
 
     def _give_up(self, error: Exception) -> None:
