@@ -19,10 +19,10 @@ from importlib import resources
 from pathlib import Path
 
 from blocktrain.report.chart import Bar, stacked_bars
-from blocktrain.report.figure import figure
 from blocktrain.report.memory_parts import part_colour, parts_key
 from blocktrain.report.palette import style
 from blocktrain.report.run import RunRecord
+from blocktrain.report.section import figure
 from blocktrain.report.sections import loss
 from blocktrain.report.sections.step_flops import STEP_FLOPS
 from blocktrain.report.sections.step_memory import STEP_MEMORY

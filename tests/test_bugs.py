@@ -30,8 +30,8 @@ from blocktrain import reference
 from blocktrain.data.token_rows import TokenRows
 from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.memory.flops import count_flops
-from blocktrain.optim.decay import nothing
-from blocktrain.optim.precision import half, join
+from blocktrain.optim.factory import nothing
+from blocktrain.optim.precision import join, upper_half
 from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import Record, Step, VisitStart
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
@@ -425,7 +425,7 @@ def test_the_last_update_of_a_block_is_not_lost_with_masters():
     plain.to(torch.bfloat16)
     by_name = dict(plain.named_parameters())
     for name, parameter in by_name.items():
-        parameter.data = half(masters[name].data)
+        parameter.data = upper_half(masters[name].data)
     for block in [*parts, *parts]:
         with optimizer.visit(block):
             steps(optimizer, 2)
@@ -439,7 +439,7 @@ def test_the_last_update_of_a_block_is_not_lost_with_masters():
             plain.zero_grad()
             sgd.step()
             for name in block.parameters:
-                by_name[name].data = half(masters[name].data)
+                by_name[name].data = upper_half(masters[name].data)
         assert_equal(weights_of(parts.model), weights_of(plain))
         for name, left in optimizer.block_low_bits(block.index).items():
             assert torch.equal(join(block.parameters[name].data, left), masters[name].data), name

@@ -30,7 +30,7 @@ from torch import nn
 import blocktrain as bt
 from blocktrain import reference
 from blocktrain.chain.boundary import BoundaryRunner
-from blocktrain.optim.decay import nothing
+from blocktrain.optim.factory import nothing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CHECKS = ("partition", "cache", "reference", "export", "packed")

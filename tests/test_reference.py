@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import blocktrain as bt
 from blocktrain import reference
-from blocktrain.optim.decay import nothing
+from blocktrain.optim.factory import nothing
 from blocktrain.schedule import Span
 
 SWEEPS, STEPS = 2, 3

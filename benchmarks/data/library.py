@@ -23,12 +23,11 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from blocktrain.data.cache_folder import cached_folder
-from blocktrain.data.conversation import messages_of
+from blocktrain.data.conversation import ChatTemplate, messages_of
 from blocktrain.data.document import Document
 from blocktrain.data.files import find_files
 from blocktrain.data.records import DOCUMENT_SUFFIXES, record_of
 from blocktrain.data.splits import open_sources, training_and_validation
-from blocktrain.data.template import ChatTemplate
 from blocktrain.data.tokenize import tokenize_documents
 from blocktrain.data.tokenizer import load_tokenizer
 

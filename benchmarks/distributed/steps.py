@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import blocktrain as bt
 from blocktrain.parallel.config import DistributedConfig
 from blocktrain.parallel.ranks import Ranks
-from blocktrain.train.layouts import data_parallel
+from blocktrain.train.blocks_train_module import data_parallel
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 6, 384, 6, 4096, 256
 MODEL = f"GPT-2, {LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}, 1 x {TOKENS} tokens a process, fp32, AdamW"

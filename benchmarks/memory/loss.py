@@ -25,9 +25,9 @@ from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.records.log import read_events
 from blocktrain.runtime import environment, pick_device
 from blocktrain.train.context import build
+from blocktrain.train.evaluate import score
 from blocktrain.train.export import export
 from blocktrain.train.run_folder import RunFolder
-from blocktrain.train.score import score
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 RUNS = {

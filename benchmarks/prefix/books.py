@@ -24,9 +24,9 @@ from typing import Any
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
+from blocktrain.train.blocks_train_module import BlocksSetup
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.layouts import BlocksSetup
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.step import take_step
 from blocktrain.train.technique import Position

@@ -25,7 +25,7 @@ from typing import Any
 
 from blocktrain.plan.comparison import CARD_COUNTS
 from blocktrain.plan.cost import break_even, reduction
-from blocktrain.plan.fit import Candidate, Request, fit, room_on
+from blocktrain.plan.fit import Candidate, Request, capacity_of, fit
 from blocktrain.plan.hardware import Hardware, achievable, load_hardware
 from blocktrain.plan.layout import TrainingMethod
 from blocktrain.plan.presets import find_model
@@ -123,7 +123,7 @@ def cheapest(model: str, card: str, method: TrainingMethod, blocks: int | None, 
             seq=SEQ,
             rows=ROWS,
             rates=achievable(known, hardware),
-            room=room_on(
+            capacity=capacity_of(
                 known.memory_gib,
                 assumed.reserve_gib,
                 assumed.host_memory_gib_per_card,

@@ -20,7 +20,7 @@ from tabling import spread
 from training import data_folder, searched, spent
 
 from blocktrain.compare.compare import Search
-from blocktrain.compare.external_profile import VISIT
+from blocktrain.compare.external_setup import VISIT
 from blocktrain.compare.methods import method as find_method
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.train.config import RunConfig

@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +41,11 @@ def pick_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device '{name}' cannot be used here ({first_line(error)}); try 'auto' or 'cpu'") from error
     return device
+
+
+def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The keyword arguments of a forward call on `device`; the copy is asynchronous where the host memory is pinned."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def seed_everything(seed: int, *key: int) -> None:

@@ -17,8 +17,7 @@ from blocktrain.cli.main import main
 from blocktrain.compare.adapter import ADAPTERS, Adapter
 from blocktrain.compare.compare import Search, compare
 from blocktrain.compare.external_module import ExternalMethod, ExternalModule
-from blocktrain.compare.external_profile import MethodCosts, measure_costs
-from blocktrain.compare.external_setup import external_context
+from blocktrain.compare.external_setup import MethodCosts, external_context, measure_costs
 from blocktrain.compare.methods import METHODS, external, method
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.records.log import read_events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blocktrain.data.document import Document
-from blocktrain.data.holdout import cut, hold_out
+from blocktrain.data.splits import cut, hold_out
 
 
 def _documents(count):

@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from blocktrain.data.augment import PAD, crop_and_flip
-from blocktrain.data.images import MEAN, STD, ImageConfig, open_images
+from blocktrain.data.images import MEAN, PAD, STD, ImageConfig, crop_and_flip, open_images
 from blocktrain.errors import ConfigError, DataError
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow")

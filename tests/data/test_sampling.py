@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktrain.data.sampling import RowPlan, Sampling, StepRows
-from blocktrain.data.shuffle import ShuffledRows
+from blocktrain.data.sampling import RowPlan, Sampling, ShuffledRows, StepRows
 from blocktrain.errors import ConfigError
 from blocktrain.runtime import permutation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktrain.data.shuffle import ShuffledRows, rank_share
+from blocktrain.data.sampling import ShuffledRows, rank_share
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.runtime import permutation
 

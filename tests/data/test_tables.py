@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocktrain.data.tables import table_columns, table_rows
+from blocktrain.data.records import table_columns, table_rows
 from blocktrain.errors import DataError
 
 TABLE = pa.table(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.data.template import DEFAULT, ChatTemplate
+from blocktrain.data.conversation import DEFAULT, ChatTemplate
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import ConfigError, DataError
 

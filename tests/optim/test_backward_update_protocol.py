@@ -15,11 +15,10 @@ from blocktrain.contrib.learning_tail import Tail
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update_protocol import BackwardUpdate
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import FrozenPlace
 from blocktrain.optim.precision import BF16_EXACT, Precision
-from blocktrain.optim.step_in_backward import StepInBackward
+from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
 from blocktrain.schedule import Cyclic
 from blocktrain.units import Duration
 

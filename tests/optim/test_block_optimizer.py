@@ -15,7 +15,7 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.partition import partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.decay import nothing
+from blocktrain.optim.factory import nothing
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, PRESETS, Precision, join
 from blocktrain.optim.state_store import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore

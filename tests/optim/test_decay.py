@@ -11,7 +11,7 @@ from torch import nn
 
 from blocktrain.chain.partition import partition
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.decay import norms_and_biases, nothing, undecayed_ids
+from blocktrain.optim.factory import norms_and_biases, nothing, undecayed_ids
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ from blocktrain.modules.placeholder import backing_tensors, is_placeholder
 from blocktrain.modules.wrap import wrap_forward
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
-from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, NF4, Precision, half
+from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, NF4, Precision, upper_half
 from blocktrain.optim.quantize_weights import quantize
 
 KINDS: dict[str, tuple[Precision, FrozenPlace]] = {
@@ -50,7 +50,7 @@ def plain_model(gpt2, precision: Precision) -> BlockOptimizer:
     """A model that is never offloaded, with the values to which an offloaded one is materialized."""
     model = gpt2()
     for parameter in model.parameters():
-        value = half(parameter.data) if precision.has_master else parameter.data
+        value = upper_half(parameter.data) if precision.has_master else parameter.data
         parameter.data = quantize(value, precision.frozen).dequantize() if value.ndim > 1 else value
     return optimizer_of(model, (BF16_EXACT if precision.has_master else FP32, OnDevice()))
 

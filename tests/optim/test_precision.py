@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError
-from blocktrain.optim.precision import BF16_EXACT, FP32, half, join, preset, split
+from blocktrain.optim.precision import BF16_EXACT, FP32, join, preset, split, upper_half
 
 
 def bits(value: Tensor) -> Tensor:
@@ -68,22 +68,22 @@ def test_nan_stays_nan_in_the_model():
     """0x7fffffff is the NaN that GPUs make; rounded up as an integer it would be -0.0, and the fault hidden."""
     values = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFF8000)
     assert values.isnan().all()
-    assert half(values).isnan().all()
+    assert upper_half(values).isnan().all()
     assert join(*split(values)).isnan().all()
 
 
 def test_the_half_is_rounded_to_nearest():
     values = torch.cat([torch.randn(2**18), torch.randn(2**18) * 1e-38, CORNERS])
     tie = (bits(values) & 0xFFFF) == 0x8000
-    assert torch.equal(half(values)[~tie], values.to(torch.bfloat16)[~tie])
+    assert torch.equal(upper_half(values)[~tie], values.to(torch.bfloat16)[~tie])
     upper = bits(values)[tie] >> 16
-    assert torch.equal(half(values)[tie].view(torch.int16), (upper + 1).to(torch.int16))  # away from zero
+    assert torch.equal(upper_half(values)[tie].view(torch.int16), (upper + 1).to(torch.int16))  # away from zero
     assert tie.sum() > 0
 
 
 def test_rounding_has_no_bias():
     values = torch.rand(2**20) + 0.5
-    bias = ((half(values).double() - values.double()) / values.double()).mean().item()
+    bias = ((upper_half(values).double() - values.double()) / values.double()).mean().item()
     assert abs(bias) < 1e-5  # truncation: -2.8e-3
 
 

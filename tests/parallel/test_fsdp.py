@@ -18,8 +18,7 @@ from blocktrain.parallel.config import ShardingConfig
 from blocktrain.parallel.fsdp import ShardedBoundaryRunner, ShardedPartition
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
-from blocktrain.train.checkpoint import CheckpointHeader, load_checkpoint, save_checkpoint
-from blocktrain.train.trainer_state import TrainerState
+from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, load_checkpoint, save_checkpoint
 
 NORM = 2 * 16  # GPT-2's last, weights and biases: with the tied embedding it is left to the model as a whole
 VOCABULARY, TOKENS, ROWS, STEPS = 32, 8, 4, 2

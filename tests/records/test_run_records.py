@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from blocktrain.records import older_logs
 from blocktrain.records.codec import Event
 from blocktrain.records.log import json_line
 from blocktrain.records.run_records import (
+    OLD_LAYOUTS,
     RECORDS,
     BlockSummary,
     CacheDecision,
@@ -126,7 +126,7 @@ def test_older_logs_called_the_moments_of_a_cost_record_optimizer() -> None:
     assert "optimizer" in older["memory"]["full"]  # the line itself is not changed
 
 
-@pytest.mark.parametrize(("older", "layout"), older_logs.LAYOUTS.items())
+@pytest.mark.parametrize(("older", "layout"), OLD_LAYOUTS.items())
 def test_older_logs_have_other_names_for_the_layouts(older: str, layout: str) -> None:
     found = from_event({**line(EXAMPLES[0]), "layout": older})
     assert isinstance(found, RunHeader)

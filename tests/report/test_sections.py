@@ -13,7 +13,7 @@ from blocktrain.report import page as page_module
 from blocktrain.report.page import page
 from blocktrain.report.run import RunRecord
 from blocktrain.report.section import Section
-from blocktrain.report.sections.registry import SECTIONS
+from blocktrain.report.sections import SECTIONS
 
 MakeRun = Callable[..., Path]
 EVIL = "<img src=x onerror=alert(1)>"

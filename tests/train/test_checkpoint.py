@@ -18,9 +18,8 @@ from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.optim.precision import join
 from blocktrain.records.run_records import Record, Step
 from blocktrain.train import checkpoint as module
-from blocktrain.train.checkpoint import CheckpointHeader, checkpoints, load_checkpoint, save_checkpoint
+from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.context import build
-from blocktrain.train.trainer_state import TrainerState
 
 
 @pytest.fixture(scope="module")

@@ -491,11 +491,11 @@ def test_what_a_layout_does_not_go_with_is_named(mapping, overrides: list[str], 
 
 def test_what_is_learned_cannot_be_changed_in_a_run_that_has_begun(tiny) -> None:
     with pytest.raises(ConfigError, match=r"'optimizer\.lr' cannot be changed after a run has started"):
-        tiny().moved(["optimizer.lr=0.1"])
-    assert tiny().moved([]) == tiny()
-    assert tiny().moved(["device=cuda:1"]).device == "cuda:1"
+        tiny().resumed_with(["optimizer.lr=0.1"])
+    assert tiny().resumed_with([]) == tiny()
+    assert tiny().resumed_with(["device=cuda:1"]).device == "cuda:1"
     apart = tiny("distributed.sync_every=2", "checkpoint.every=4 steps", "evaluation.every=4 steps")
-    assert apart.moved(["distributed.sync_every=none"]).distributed.sync_every is None
+    assert apart.resumed_with(["distributed.sync_every=none"]).distributed.sync_every is None
 
 
 def test_rows_that_cannot_be_shared_evenly(mapping, tmp_path: Path) -> None:

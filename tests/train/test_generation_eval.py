@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blocktrain.train.generation_eval import final_answer, greedy
+from blocktrain.train.evaluate import final_answer, greedy
 
 
 @pytest.fixture

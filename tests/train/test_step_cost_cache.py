@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.records.run_records import Opening
 from blocktrain.train import step_cost_cache
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.step_cost_cache import fingerprint
 from blocktrain.train.step_costs import count_opening, run_header
 

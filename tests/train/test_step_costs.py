@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.data.batch import to_device
+from blocktrain.runtime import to_device
 from blocktrain.train import step_costs
 from blocktrain.train.context import build
 from blocktrain.train.interpolate_costs import measured_positions

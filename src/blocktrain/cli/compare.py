@@ -14,7 +14,7 @@ def compare(options: argparse.Namespace) -> int:
 
     from blocktrain.cli.live import quiet_libraries
     from blocktrain.cli.session import command_line, live_line, numbered_folder
-    from blocktrain.cli.show_comparison import price_of_card, show_comparison
+    from blocktrain.cli.show_runs import price_of_card, show_comparison
     from blocktrain.compare.compare import Search
     from blocktrain.compare.compare import compare as compare_methods
     from blocktrain.errors import ConfigError, Interrupted

@@ -15,7 +15,7 @@ from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest
 from blocktrain.plan.comparison import alternatives, nearest_change
 from blocktrain.plan.configure import HEAD, toml, train_config
 from blocktrain.plan.cost import BFMultiplier, find_multiplier
-from blocktrain.plan.fit import Candidate, Request, Room, fit, room_on
+from blocktrain.plan.fit import Candidate, Capacity, Request, capacity_of, fit
 from blocktrain.plan.hardware import (
     GIB,
     THIS_MACHINE,
@@ -76,7 +76,7 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         _positive(f"--{name.replace('_', '-')}", getattr(options, name))
     if spec.family == "gpt2" and options.seq > spec.positions:
         raise ConfigError(f"--seq {options.seq} is longer than the {spec.positions} positions of {spec.name}")
-    rates, room = _machine(options, hardware)
+    rates, capacity = _machine(options, hardware)
     if options.gpu.lower() == THIS_MACHINE and options.gpus * options.nodes > 1:
         raise ConfigError("this-machine is one device; leave out --gpus and --nodes")
     precision = None if options.precision == "auto" else find_precision(options.precision).name
@@ -93,7 +93,7 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         seq=options.seq,
         rows=rows,
         rates=rates,
-        room=room,
+        capacity=capacity,
         usd_per_hour=None if price is None else price.usd_per_hour,
         methods=_methods(options.method),
         blocks=_blocks(options.blocks, spec.layers + 2),
@@ -120,17 +120,17 @@ def _positive(flag: str, value: int) -> None:
         raise ConfigError(f"{flag} must be at least 1, not {value}")
 
 
-def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Room]:
+def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Capacity]:
     assumed = hardware.assumed
     host = options.host_memory or assumed.host_memory_gib_per_card
     disk = options.disk or assumed.disk_gib_per_node
     if options.gpu.lower() == THIS_MACHINE:
         here = load_calibration()
-        room = room_on(here.memory_bytes_total / GIB, 0.0, host, disk, fragmentation=assumed.fragmentation)
-        return calibrated(here, hardware), room
+        capacity = capacity_of(here.memory_bytes_total / GIB, 0.0, host, disk, fragmentation=assumed.fragmentation)
+        return calibrated(here, hardware), capacity
     card = hardware.card(options.gpu)
-    room = room_on(card.memory_gib, assumed.reserve_gib, host, disk, fragmentation=assumed.fragmentation)
-    return achievable(card, hardware), room
+    capacity = capacity_of(card.memory_gib, assumed.reserve_gib, host, disk, fragmentation=assumed.fragmentation)
+    return achievable(card, hardware), capacity
 
 
 def _price(options: argparse.Namespace, hardware: Hardware) -> Price | None:

@@ -15,7 +15,7 @@ def resume(options: argparse.Namespace) -> int:
     from blocktrain.train.run_folder import RunFolder
 
     quiet_libraries()
-    config = RunFolder(options.run).config().moved(options.overrides)
+    config = RunFolder(options.run).config().resumed_with(options.overrides)
     with listening(config, options.run, options) as listeners:
         folder = resume_run(options.run, options.overrides, listeners=listeners)
     show_end(folder, options)

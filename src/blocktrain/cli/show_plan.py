@@ -103,12 +103,12 @@ def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
     for justify in ("left", "right", "left", "left", "right", "left"):
         table.add_column(justify=justify)
     bar = max(8, min(24, (width - 60) // 2))
-    room = outcome.request.room.card
-    memory = [(name, size, size / room) for name, size in best.memory.parts.items() if size >= 0.5]
+    card = outcome.request.capacity.card
+    memory = [(name, size, size / card) for name, size in best.memory.parts.items() if size >= 0.5]
     seconds = best.step.seconds
     steps = [(name, size, size / seconds) for name, size in best.step.parts.items() if size > 0]
     steps.append(("total", seconds, 1.0))
-    memory.append(("total", best.memory.peak, best.memory.peak / room))
+    memory.append(("total", best.memory.peak, best.memory.peak / card))
     memory += [(f"host: {name}", size, -1.0) for name, size in best.memory.host.items()]
     memory += [(f"disk: {name}", size, -1.0) for name, size in best.memory.disk.items()]
     for index in range(max(len(memory), len(steps))):

@@ -1,19 +1,25 @@
-"""What `report` prints, and every command that trains at its end: the report's place and the table of figures."""
+"""What the commands that train, `report` and `compare` print at their end: the report's place and tables of figures."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from blocktrain.compare.compare import Trial
+from blocktrain.errors import ConfigError
+from blocktrain.plan.hardware import load_hardware
+from blocktrain.report.comparison_table import comparison_rows, comparison_table
 from blocktrain.report.in_words import in_words
 from blocktrain.report.multiplier import MeasuredMultiplier, loss_of, multipliers, multipliers_text
-from blocktrain.report.report import write_report
+from blocktrain.report.page import write_report
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import Summary, summaries_of
 from blocktrain.report.summary_table import table
@@ -51,3 +57,69 @@ def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
 def _side_by_side(runs: Sequence[RunRecord]) -> tuple[list[Summary], list[MeasuredMultiplier]]:
     summaries = summaries_of(runs)
     return summaries, multipliers(runs, [item.name for item in summaries])
+
+
+MOST_COLUMNS = 3  # runs whose figures a terminal shows side by side
+
+
+def price_of_card(name: str) -> Decimal:
+    """Dollars for an hour of a card. Raises `ConfigError` where no provider has a price for it."""
+    hardware = load_hardware()
+    price = hardware.price(hardware.card(name).name)
+    if price is None:
+        raise ConfigError(f"no provider in the hardware file has a price for '{name}'; choose another --card")
+    return price.usd_per_hour
+
+
+def show_comparison(
+    folders: Sequence[Path],
+    page: Path,
+    trials: Sequence[Trial],
+    *,
+    card: str | None,
+    usd_per_hour: Decimal | None,
+    as_json: bool,
+) -> None:
+    """Write the report and `comparison_rows.json` beside it; print both, or the same figures as JSON."""
+    runs = [RunRecord.load(folder) for folder in folders]
+    method_of = {page.parent / trial.folder: trial.method for trial in trials}
+    found = comparison_rows(runs, [method_of[folder] for folder in folders], usd_per_hour=usd_per_hour)
+    figures = {
+        "comparison_rows": [asdict(item) for item in found],
+        "trials": [asdict(trial) for trial in trials],
+        "card": card,
+    }
+    page.with_name("comparison_rows.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        write_report(folders, page)
+        json.dump({**figures_of(runs, page), **figures}, sys.stdout, indent=1)
+        print()
+        return
+    console = Console()
+    if len(runs) <= MOST_COLUMNS:
+        show_runs(folders, page, as_json=False)
+    else:
+        write_report(folders, page)
+        console.print(f"\nreport  {page}", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(comparison_table(found, card=card))
+    for line in _searched(trials):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _searched(trials: Sequence[Trial]) -> list[str]:
+    """A line for each method whose learning rate was searched: the loss at each rate, and the spread of the seeds."""
+    lines = []
+    for name in dict.fromkeys(trial.method for trial in trials):
+        mine = [trial for trial in trials if trial.method == name]
+        if len(mine) == 1:
+            continue
+        rates = {trial.lr: trial.loss for trial in mine if trial.seed == mine[0].seed}
+        tried = ", ".join(f"{lr:g}: " + ("diverged" if loss is None else f"{loss:.4f}") for lr, loss in rates.items())
+        best = min((trial for trial in mine if trial.loss is not None), key=lambda trial: trial.loss or 0.0)
+        seeds = [trial.loss for trial in mine if trial.lr == mine[-1].lr and trial.loss is not None]
+        spread = (
+            f"; {len(seeds)} seeds {statistics.mean(seeds):.4f} +- {statistics.stdev(seeds):.4f}" if seeds[1:] else ""
+        )
+        lines.append(f"{name}: loss by learning rate {tried}; best {best.lr:g}{spread}")
+    return lines

@@ -1,11 +1,11 @@
-"""A tail that learns without memory: the weights above the active block are moved inside the backward pass.
+"""A tail that learns without memory: the weights above the active block are updated inside the backward pass.
 
     backward     prefix     active block           tail
-                            gradients are kept  <- a gradient is complete, its weight is moved, the gradient is freed
+                            gradients are kept  <- a gradient is complete, its weight is updated, the gradient is freed
 
 The activation gradients of the tail are computed anyway. Its weight gradients cost a third of a full step there, and no
 memory except the inputs of its layers: there are no moments, no master, and no gradient that outlives its weight's turn
-(the fused update of LOMO, Lv et al. 2023). A weight may be moved as soon as its gradient is complete, because nothing
+(the fused update of LOMO, Lv et al. 2023). A weight may be updated as soon as its gradient is complete, because nothing
 that is still to be differentiated uses it.
 
     sgd              W -= rate * G / rms(G)                                     every weight
@@ -35,10 +35,10 @@ from torch.utils.hooks import RemovableHandle
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update_protocol import require_single_process
 from blocktrain.optim.factory import hidden_matrices
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import Precision
+from blocktrain.optim.step_in_backward import require_single_process
 
 Rule = Literal["sgd", "newton-schulz"]
 
@@ -48,7 +48,7 @@ _TINY = 1e-30  # the least root mean square to divide by, for a gradient that is
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """How the layers above the active block are moved; a `BackwardUpdate` (see `optim/backward_update_protocol.py`).
+    """How the layers above the active block are updated; a `BackwardUpdate` (see `optim/step_in_backward.py`).
 
     rule: "sgd", or "newton-schulz" (hidden matrices are orthogonalized). share: the share of the learning rate that a
     weight moves by.

@@ -74,23 +74,23 @@ class LocalSGD(BatchParallel):
     def _average(self) -> None:
         active = self._in_visit()
         dtype = TORCH_DTYPES[self.config.reduce_dtype]
-        moved = {name: self._anchor[name] - parameter.detach() for name, parameter in active.trained.items()}
-        average_over_ranks(self.ranks, list(moved.values()), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
+        delta = {name: self._anchor[name] - parameter.detach() for name, parameter in active.trained.items()}
+        average_over_ranks(self.ranks, list(delta.values()), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
         for name, entries in active.entries().items():
-            self._outer_step(name, active.trained[name], moved[name], entries)
+            self._outer_step(name, active.trained[name], delta[name], entries)
         average_over_ranks(self.ranks, self._moments(active), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
         average_over_ranks(self.ranks, batch_norm_statistics(active.block))
         active.write_weights()
         self.in_sync = True
 
-    def _outer_step(self, name: str, parameter: nn.Parameter, moved: Tensor, entries: dict[str, Tensor]) -> None:
-        """`moved`: anchor minus mean."""
+    def _outer_step(self, name: str, parameter: nn.Parameter, delta: Tensor, entries: dict[str, Tensor]) -> None:
+        """delta: anchor minus mean."""
         momentum = self.config.outer_momentum
-        if momentum and (entries or moved.any()):  # an optimizer initializes its state only if that is empty
-            velocity = entries.setdefault(MOMENTUM, torch.zeros_like(moved))
-            velocity.mul_(momentum).add_(moved)
-            moved = moved + momentum * velocity
-        parameter.copy_(self._anchor[name] - self.config.outer_lr * moved)
+        if momentum and (entries or delta.any()):  # an optimizer initializes its state only if that is empty
+            velocity = entries.setdefault(MOMENTUM, torch.zeros_like(delta))
+            velocity.mul_(momentum).add_(delta)
+            delta = delta + momentum * velocity
+        parameter.copy_(self._anchor[name] - self.config.outer_lr * delta)
         self._anchor[name].copy_(parameter)
 
     @staticmethod

@@ -13,7 +13,7 @@ from blocktrain.data.document import Document
 from blocktrain.data.images import ImageConfig, ImageRows, open_images
 from blocktrain.data.kinds import DATA_KINDS, DataConfig, DataKind, TrainingData, kind_of, register
 from blocktrain.data.labelled import LabelledConfig, LabelledRows, open_labelled
-from blocktrain.data.shuffle import ShuffledRows, rank_share
+from blocktrain.data.sampling import ShuffledRows, rank_share
 from blocktrain.data.text import TextConfig, open_text
 from blocktrain.data.token_rows import DocumentSlice, TokenRows
 from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

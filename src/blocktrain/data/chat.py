@@ -7,7 +7,7 @@ turns only.
 
 Packed rows give the model `position_ids` that restart at each conversation. From these `transformers` builds masks that
 let no token see another conversation, in the model's own code and so with its sliding windows. A few architectures
-ignore them; `train/open_data.py` finds out which by running the model.
+ignore them; `train/context.py` finds out which by running the model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ import torch
 
 from blocktrain.data.bin_packing import best_fit
 from blocktrain.data.cache_folder import cache_home, cached_folder
-from blocktrain.data.conversation import messages_of
+from blocktrain.data.conversation import ChatTemplate, messages_of
 from blocktrain.data.document import Document
 from blocktrain.data.kinds import DataKind, TrainingData, register
 from blocktrain.data.parallel_map import map_documents
 from blocktrain.data.records import record_of
 from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
-from blocktrain.data.template import ChatTemplate
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.units import format_count

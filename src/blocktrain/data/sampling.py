@@ -1,6 +1,12 @@
 """Which rows a step sees: the whole set epoch by epoch, or a new subset for each sweep or visit (paper 3.2.3).
 
-    scope = "run"      one endless stream; a visit continues where the last one stopped
+The rows come from one endless stream of permutations, a function of the seed and of an integer position:
+
+    position     0 ........ n-1 | n ....... 2n-1 | 2n ...
+    rows         permutation 0  | permutation 1  | permutation 2 ...     (n rows, each once per epoch)
+    one step     [ rank 0 | rank 1 | ... ]   `rank_share` of the rows of the step
+
+    scope = "run"      a visit continues in the stream where the last one stopped
     scope = "sweep"    subset s = positions [s n, (s + 1) n) of the stream; every visit of sweep s passes over it
     scope = "visit"    as "sweep", with a new subset for each visit
 
@@ -10,7 +16,7 @@
     pass 0     3 1 5 | 0 4 2                 each pass shuffles the slots of each lane
 
 The stream is drawn without replacement until the set is used up. Everything is a function of the seed and of the
-position in the run, so a resumed run sees the rows that it would have seen.
+position in the run, so a checkpoint stores only the position, and a resumed run sees the rows that it would have seen.
 
 Several ranks divide the rows of a step by lanes. So the rows of a step do not depend on the number of ranks, and each
 rank sees its own slots again in every pass and visit: it reads from its prefix cache what it has stored there itself.
@@ -23,9 +29,59 @@ from typing import Literal
 
 import numpy as np
 
-from blocktrain.data.shuffle import ShuffledRows, rank_share
-from blocktrain.errors import ConfigError
-from blocktrain.runtime import permutations
+from blocktrain.errors import ConfigError, DataError
+from blocktrain.runtime import permutation, permutations
+
+
+class ShuffledRows:
+    """An endless stream of row indices, one seeded permutation after another, with random access."""
+
+    def __init__(self, num_rows: int, *, seed: int):
+        """Shuffle rows [0, num_rows); raises `DataError` if there are none."""
+        if num_rows < 1:
+            raise DataError("there are no rows to shuffle")
+        self.num_rows = num_rows
+        self.seed = seed
+        self._permutations: dict[int, np.ndarray] = {}  # at most two epochs: 16 bytes per row
+
+    def epoch(self, position: int) -> int:
+        """How many times every row has been seen before `position`."""
+        return position // self.num_rows
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """The rows at positions [start, stop), int64 (stop - start,)."""
+        if not 0 <= start <= stop:
+            raise ValueError(f"[{start}, {stop}) is not a range of positions")
+        pieces = [np.empty(0, np.int64)]
+        while start < stop:
+            epoch, place = divmod(start, self.num_rows)
+            piece = self._permutation(epoch)[place : place + stop - start]
+            pieces.append(piece)
+            start += len(piece)
+        return np.concatenate(pieces)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            kept = {other: rows for other, rows in self._permutations.items() if other == epoch - 1}
+            self._permutations = {**kept, epoch: permutation(self.num_rows, self.seed, epoch)}
+        return self._permutations[epoch]
+
+
+def rank_share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
+    """The part of a step's rows that `rank` of `world_size` works on: equal, contiguous parts in the order of ranks.
+
+    Raises `ConfigError` if the rows cannot be divided equally.
+
+    >>> rank_share(np.arange(6), rank=1, world_size=3)
+    array([2, 3])
+    """
+    count, rest = divmod(len(indices), world_size)
+    if rest:
+        raise ConfigError(
+            f"{len(indices)} rows per step cannot be divided equally among {world_size} ranks; make it a multiple of "
+            f"{world_size}, for example {(count + 1) * world_size}"
+        )
+    return indices[rank * count : (rank + 1) * count]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class ActiveBlock:
             if self.masters is None:
                 optimizer.step()
                 continue
-            names = self.moved_by(optimizer)
+            names = self.parameters_of(optimizer)
             # One weight at a time where possible, so that one gradient at a time is in fp32.
             for group in [[name] for name in names] if steps_parameters_independently(optimizer) else [names]:
                 self.step_with(optimizer, group)
@@ -59,7 +59,7 @@ class ActiveBlock:
         with self.masters.stepping(names) if self.masters is not None else nullcontext():
             optimizer.step()
 
-    def moved_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of the parameters that `optimizer` updates."""
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [name for name, parameter in self.trained.items() if id(parameter) in owned]

@@ -21,15 +21,13 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import activate, release
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
-from blocktrain.optim.backward_update_protocol import BackwardUpdate
-from blocktrain.optim.decay import Undecayed, norms_and_biases
-from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory
+from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory, Undecayed, norms_and_biases
 from blocktrain.optim.frozen_weights import FrozenWeights
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import FP32, Precision
 from blocktrain.optim.state_store import BlockState, Drop, FrozenStates, StateStore, to_host
-from blocktrain.optim.step_in_backward import StepInBackward
+from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
 
 
 class BlockOptimizer:
@@ -48,7 +46,7 @@ class BlockOptimizer:
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
-    tail: moves other weights inside each backward pass, such as `bt.Tail` (see `backward_update_protocol.py`).
+    tail: moves other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
     in_backward: step each weight inside the backward pass, of which there must be one a step (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
@@ -80,7 +78,7 @@ class BlockOptimizer:
         self.tail = tail
         self.in_backward = in_backward
         self.steps = 0
-        self.changed_at = [0] * len(partition)  # by block: the step that last moved it
+        self.changed_at = [0] * len(partition)  # by block: the step that last updated it
         self._states = FrozenStates(self.store)
         self._active: ActiveBlock | None = None
         self._moving: list[int] = []  # the blocks that steps of this visit move
@@ -252,7 +250,7 @@ class BlockOptimizer:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """Plain values: the active blocks (none between visits), steps taken, the step that last moved each block.
+        """Plain values: the active blocks (none between visits), steps taken, the step that last updated each block.
 
         Blocks that were active in the checkpoint that was loaded count as active until their next activation.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,8 +16,45 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.modules.dispatch import EagerDispatchMode
 from blocktrain.optim.adamw8bit import AdamW8bit
-from blocktrain.optim.decay import Undecayed, undecayed_ids
 from blocktrain.optim.precision import Moments
+
+# (module, attribute under which it holds the parameter) -> whether this parameter has no weight decay
+Undecayed = Callable[[nn.Module, str], bool]
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+
+
+def norms_and_biases(module: nn.Module, attribute: str) -> bool:
+    """The usual choice: no decay on biases and on the weights of normalization layers.
+
+    `nn.MultiheadAttention` and `nn.LSTM` call their biases `in_proj_bias` and `bias_ih_l0`. Hugging Face models have
+    norms of their own (`LlamaRMSNorm`, `Gemma2RMSNorm`, ...), so a module is a norm if its class name ends with "norm".
+    """
+    return (
+        "bias" in attribute.split("_") or isinstance(module, _NORMS) or type(module).__name__.lower().endswith("norm")
+    )
+
+
+def nothing(module: nn.Module, attribute: str) -> bool:
+    """Decay every parameter."""
+    return False
+
+
+def undecayed_ids(model: nn.Module, undecayed: Undecayed) -> set[int]:
+    """`id` of each parameter of `model` that `undecayed` names."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if undecayed(module, attribute)
+    }
+
 
 OptimizerChoice = tuple[type[torch.optim.Optimizer], dict[str, Any]]  # class, keyword arguments
 
@@ -27,7 +64,7 @@ class OptimizerFactory:
 
     choice: class and options. others: class and options for parameters that this class cannot take (`torch.optim.Muon`
     takes the 2-D weights of the hidden layers only); None means AdamW with the same learning rate and weight decay.
-    undecayed: see `decay.py`. moments: "8bit" keeps AdamW's moments in 8 bits.
+    undecayed: see `norms_and_biases`. moments: "8bit" keeps AdamW's moments in 8 bits.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from blocktrain.chain.block import Block
-from blocktrain.optim.precision import half, join, split
+from blocktrain.optim.precision import join, split, upper_half
 
 LowBits = dict[str, Tensor]  # by parameter name: int16, on the host
 
@@ -112,7 +112,7 @@ class Masters:
         for name in self.parameters if names is None else names:
             weight = self.block.parameters[name]
             if weight.dtype == torch.bfloat16:
-                self.block.part(name, weight).copy_(half(self.parameters[name].data))
+                self.block.part(name, weight).copy_(upper_half(self.parameters[name].data))
 
     def low_bits(self, names: Iterable[str]) -> LowBits:
         """What the bf16 weights among `names` leave out of their masters now. fp32 weights leave out nothing."""

@@ -98,7 +98,7 @@ def preset(name: str) -> Precision:
 _CHUNK = 2**22
 
 
-def half(master: Tensor) -> Tensor:
+def upper_half(master: Tensor) -> Tensor:
     """fp32 of any shape -> bf16, the value that the model computes with.
 
     Ties are rounded up: the bias is 3e-6, where truncation, which would be as exact, shrinks every weight by 0.3 %. NaN
@@ -113,7 +113,7 @@ def half(master: Tensor) -> Tensor:
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 of any shape -> (bf16 half, int16 low bits) of the same shape."""
-    upper = half(master)
+    upper = upper_half(master)
     low_bits = master.new_empty(master.shape, dtype=torch.int16)
     for part, high, into in zip(_chunks(master), _chunks(upper), _chunks(low_bits), strict=True):
         into.copy_(part.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16))

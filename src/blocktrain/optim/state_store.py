@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,8 +28,41 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from blocktrain.errors import CheckpointError, ConfigError, nearest, storage_errors
-from blocktrain.optim.background_worker import BackgroundWorker
 from blocktrain.runtime import SideStream
+
+T = TypeVar("T")
+
+
+class BackgroundWorker:
+    """A thread that starts with the first piece of work. The process does not end before the last one is done."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[Any]] = []
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Start `work` when all work submitted before it is done."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"blocktrain-{self._name}")
+        future = self._executor.submit(work)
+        self._pending.append(future)
+        return future
+
+    def wait(self) -> None:
+        """Return when all work is done. Raises the first error, once."""
+        submitted, self._pending = self._pending, []
+        errors = [future.exception() for future in submitted]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def discard_pending(self) -> None:
+        """Return when all work is done, and ignore its errors."""
+        submitted, self._pending = self._pending, []
+        for future in submitted:
+            future.exception()
+
 
 BlockState = dict[str, dict[str, Any]]
 
@@ -167,7 +200,7 @@ class KeepOnDisk:
     def clear(self) -> None:
         """Delete this store's files; other files in the folder stay."""
         self._read.clear()
-        self._worker.forget()
+        self._worker.discard_pending()
         self.kept.clear()
         with storage_errors(self.folder):
             for path in Path(self.folder).glob("block-*.safetensors"):

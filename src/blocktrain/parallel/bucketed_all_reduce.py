@@ -56,11 +56,11 @@ def make_buckets(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     [[0, 1], [2], [3, 4]]
     """
     groups: list[list[int]] = []
-    room = 0
+    space_left = 0
     for index, size in enumerate(sizes):
-        if not groups or size > room:
+        if not groups or size > space_left:
             groups.append([])
-            room = max_size
+            space_left = max_size
         groups[-1].append(index)
-        room -= size
+        space_left -= size
     return groups

@@ -97,8 +97,8 @@ def _elementwise_bytes(device: torch.device, width: int, tries: int) -> float:
         z = F.layer_norm(h + h, (width,), weight, weight)
         torch.autograd.grad(z, h, narrow)
 
-    moved = (18 * 4 * width + 5 * width) * TOKENS * 4 * 3  # once forward, twice backward
-    return moved / _seconds(both_ways, device, tries)
+    traffic_bytes = (18 * 4 * width + 5 * width) * TOKENS * 4 * 3  # once forward, twice backward
+    return traffic_bytes / _seconds(both_ways, device, tries)
 
 
 def _small_kernel_seconds(device: torch.device, tries: int) -> float:

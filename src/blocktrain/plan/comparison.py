@@ -67,11 +67,11 @@ def _requests(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reque
         if name == request.card or price is None:
             continue
         card = hardware.card(name)
-        room = replace(request.room, card=(card.memory_gib - hardware.assumed.reserve_gib) * GIB)
+        capacity = replace(request.capacity, card=(card.memory_gib - hardware.assumed.reserve_gib) * GIB)
         yield (
             "full-parameter",
             replace(
-                free, methods=("full",), card=name, rates=achievable(card, hardware), room=room,
+                free, methods=("full",), card=name, rates=achievable(card, hardware), capacity=capacity,
                 usd_per_hour=price.usd_per_hour,
             ),
         )  # fmt: skip
@@ -120,17 +120,19 @@ def _relaxed(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reques
     yield "if blocks, precision and memory settings are all left to the planner", free
     if "bcd" not in request.methods:
         yield "if it trains in blocks (--method bcd)", replace(free, methods=("bcd",))
-    room = request.room
+    capacity = request.capacity
     for factor in (2, 4):
-        more = replace(room, host=room.host * factor, disk=room.disk * factor)
-        yield f"with {factor} times the host memory and disk", replace(free, room=more)
+        more = replace(capacity, host=capacity.host * factor, disk=capacity.disk * factor)
+        yield f"with {factor} times the host memory and disk", replace(free, capacity=more)
     for factor in (2, 4, 8, 16):
         if request.cards * factor <= request.rows and request.card != THIS_MACHINE:
             yield f"on {request.cards * factor} cards", replace(free, cards=request.cards * factor)
     for card in sorted(hardware.cards.values(), key=lambda card: card.memory_gib):
         larger = (card.memory_gib - hardware.assumed.reserve_gib) * GIB
-        if larger > room.card and request.card != THIS_MACHINE:
+        if larger > capacity.card and request.card != THIS_MACHINE:
             yield (
                 f"on {card.title}",
-                replace(free, card=card.name, room=replace(room, card=larger), rates=achievable(card, hardware)),
+                replace(
+                    free, card=card.name, capacity=replace(capacity, card=larger), rates=achievable(card, hardware)
+                ),
             )

@@ -51,9 +51,9 @@ HOST_SHARE, DISK_SHARE = 0.5, 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Capacity:
     """Bytes that may be used: of a card, of host memory for one card, of a node's disk. fragmentation: the share of a
-    peak that the allocator takes beside it."""
+    peak that the allocator takes on top of it."""
 
     card: float
     host: float
@@ -79,7 +79,7 @@ class Request:
     seq: int
     rows: int
     rates: Rates
-    room: Room
+    capacity: Capacity
     usd_per_hour: Decimal | None = None
     methods: tuple[TrainingMethod, ...] = ("bcd",)
     blocks: int | None = None
@@ -180,7 +180,7 @@ def _fit(request: Request, tried: Iterator[Layout]) -> Fit:
         plain = replace(layout, checkpointing="none", loss_chunk=None)
         if layout != plain and plain in roomy:
             continue
-        host = sum(host_parts(request.spec, layout).values()) / request.room.host
+        host = sum(host_parts(request.spec, layout).values()) / request.capacity.host
         if host > 1 and nearest is not None and nearest.ratio <= host:
             continue
         sized, peak = _largest_micro_batch(request, layout)
@@ -328,7 +328,7 @@ def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memo
         micro_steps = -(-rank_rows // rows)
         in_flight = min(layout.pipeline, micro_steps)
         peak = plan_memory(request.spec, sized, seq=request.seq, in_flight=in_flight, micro_steps=micro_steps)
-        fits = request.room.holds(peak.peak)
+        fits = request.capacity.holds(peak.peak)
         if found is None or fits:
             found = sized, peak
         rows *= 2
@@ -337,12 +337,12 @@ def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memo
 
 
 def _missing(request: Request, layout: Layout, peak: MemoryPlan) -> Overflow | None:
-    room, nodes = request.room, -(-layout.cards // request.cards_per_node)
-    on_card = peak.peak * (1 + room.fragmentation)
+    capacity, nodes = request.capacity, -(-layout.cards // request.cards_per_node)
+    on_card = peak.peak * (1 + capacity.fragmentation)
     for what, need, there, parts in (
-        ("device memory", on_card, room.card, peak.parts),
-        ("host memory", peak.host_bytes, room.host, peak.host),
-        ("disk space", peak.disk_bytes, room.disk * nodes, peak.disk),
+        ("device memory", on_card, capacity.card, peak.parts),
+        ("host memory", peak.host_bytes, capacity.host, peak.host),
+        ("disk space", peak.disk_bytes, capacity.disk * nodes, peak.disk),
     ):
         if need > there:
             largest = max(parts, key=lambda part: parts[part])
@@ -368,12 +368,12 @@ def visit_steps(request: Request, layout: Layout, peak: MemoryPlan) -> int:
     if layout.cache == "off":
         return min(VISIT_STEPS, most)
     nodes = -(-layout.cards // request.cards_per_node)
-    room = {
-        "device": request.room.card - peak.peak,
-        "host": HOST_SHARE * (request.room.host - peak.host_bytes) * layout.cards,
-        "disk": DISK_SHARE * (request.room.disk * nodes - peak.disk_bytes),
+    space = {
+        "device": request.capacity.card - peak.peak,
+        "host": HOST_SHARE * (request.capacity.host - peak.host_bytes) * layout.cards,
+        "disk": DISK_SHARE * (request.capacity.disk * nodes - peak.disk_bytes),
     }[layout.cache]
-    subset = max(0.0, room) / (request.spec.width * layout.precision.weight)
+    subset = max(0.0, space) / (request.spec.width * layout.precision.weight)
     return min(most, int(subset * request.cache_epochs) // (request.rows * request.seq))
 
 
@@ -402,8 +402,10 @@ def candidate(request: Request, layout: Layout, peak: MemoryPlan) -> Candidate:
     )
 
 
-def room_on(memory_gib: float, reserve_gib: float, host_gib: float, disk_gib: float, *, fragmentation: float) -> Room:
-    """A machine's room in bytes, from figures in GiB."""
-    return Room(
+def capacity_of(
+    memory_gib: float, reserve_gib: float, host_gib: float, disk_gib: float, *, fragmentation: float
+) -> Capacity:
+    """A machine's capacity in bytes, from figures in GiB."""
+    return Capacity(
         card=(memory_gib - reserve_gib) * GIB, host=host_gib * GIB, disk=disk_gib * GIB, fragmentation=fragmentation
     )

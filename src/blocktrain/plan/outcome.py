@@ -75,8 +75,8 @@ def binding(outcome: Outcome, candidate: Candidate) -> str:
         return " and ".join(candidate.exceeded)
     if candidate.step.parts["streaming"] > STREAMING_BINDS * candidate.step.seconds:
         return "host link"
-    room = outcome.request.room
-    if candidate.memory.peak * (1 + room.fragmentation) > 0.9 * room.card:
+    capacity = outcome.request.capacity
+    if candidate.memory.peak * (1 + capacity.fragmentation) > 0.9 * capacity.card:
         return "memory"
     if candidate.step.bound in ("forward", "backward", "recompute"):
         return "compute"
@@ -160,9 +160,10 @@ def assumptions(outcome: Outcome) -> list[str]:
         f"A step has {request.rows} rows of {request.seq} tokens. The optimizer is AdamW, fused where its moments are "
         f"in fp32. There is no dropout, attention is fused, and {assumed.overlap:.0%} of the communication hides "
         "behind the backward pass.",
-        f"Available: {format_bytes(request.room.card)} on each card (the allocator takes {assumed.fragmentation:.0%} "
-        f"on top of what is used), {format_bytes(request.room.host)} of host memory per card, "
-        f"{format_bytes(request.room.disk)} of disk per node.",
+        f"Available: {format_bytes(request.capacity.card)} on each card (the allocator takes "
+        f"{assumed.fragmentation:.0%} on top of what is used), "
+        f"{format_bytes(request.capacity.host)} of host memory per card, "
+        f"{format_bytes(request.capacity.disk)} of disk per node.",
     ]
     candidates = outcome.fit.candidates
     if candidates:

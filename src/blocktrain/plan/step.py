@@ -134,8 +134,8 @@ def _turn(spec: ModelSpec, layout: Layout, setting: Setting, view: CardView) -> 
     run = view.active + view.tail
     prefix = view.prefix if layout.cache == "off" else 0
     forward = _pass(layer, tokens, dtype, rates)
-    tail = _pass(layer, tokens, dtype, rates, products=1, attention=2.5, moved=LOSS_BACKWARD)
-    active = _pass(layer, tokens, dtype, rates, products=2, attention=2.5, moved=LOSS_BACKWARD)
+    tail = _pass(layer, tokens, dtype, rates, products=1, attention=2.5, traffic=LOSS_BACKWARD)
+    active = _pass(layer, tokens, dtype, rates, products=2, attention=2.5, traffic=LOSS_BACKWARD)
     trained = _trained_layers(spec, view)
     parts = {
         "forward": (prefix + run) * forward,
@@ -145,8 +145,8 @@ def _turn(spec: ModelSpec, layout: Layout, setting: Setting, view: CardView) -> 
     if view.head != "absent":
         products = 1 + trains_projection(spec, view)
         parts["forward"] += _pass(head, tokens, dtype, rates) + _pass(loss, tokens, 4, rates)
-        parts["backward"] += _pass(head, tokens, dtype, rates, products=products, moved=LOSS_BACKWARD)
-        parts["backward"] += _pass(loss, tokens, 4, rates, moved=LOSS_BACKWARD)
+        parts["backward"] += _pass(head, tokens, dtype, rates, products=products, traffic=LOSS_BACKWARD)
+        parts["backward"] += _pass(loss, tokens, 4, rates, traffic=LOSS_BACKWARD)
     return parts | _materializing(spec, layout, rates, view, forward=forward, backward=tail)
 
 
@@ -165,11 +165,11 @@ def _materializing(
     again = view.tail if layout.checkpointing == "layers" else 0
     embedding = table if view.embedding == "frozen" and layout.cache == "off" else 0
     head = table if (view.embedding if spec.tied else view.head) == "frozen" else 0
-    moved = precision.dequantize / rates.memory_bytes
-    parts["dequantize"] = moved * ((below + view.tail + again) * layer + embedding + head)
+    per_weight = precision.dequantize / rates.memory_bytes
+    parts["dequantize"] = per_weight * ((below + view.tail + again) * layer + embedding + head)
     if layout.frozen == "host":
         copied = precision.frozen / rates.host_link_bytes
-        ahead = forward + moved * layer
+        ahead = forward + per_weight * layer
         parts["streaming"] = copied * embedding + max(0.0, copied * head - ahead)  # nothing runs before the first
         parts["streaming"] += (below + view.tail) * max(0.0, copied * layer - ahead)
         parts["streaming"] += again * max(0.0, copied * layer - ahead - backward)
@@ -184,7 +184,7 @@ def _pass(
     *,
     products: float = 1,
     attention: float = 1,
-    moved: float = 1,
+    traffic: float = 1,
 ) -> float:
     """Seconds of one layer's pass. A product takes as long as its FLOPs or as reading its weights."""
     weights = of.matrix_flops / 2 * dtype
@@ -192,9 +192,9 @@ def _pass(
     seconds = (
         products * matrix
         + attention * tokens * of.attention_flops / rates.attention_flops[dtype]
-        + moved * tokens * of.moved_elements * dtype / rates.memory_bytes
+        + traffic * tokens * of.traffic_elements * dtype / rates.memory_bytes
     )
-    return max(seconds, (products + moved) / 2 * of.kernels * rates.kernel_seconds)
+    return max(seconds, (products + traffic) / 2 * of.kernels * rates.kernel_seconds)
 
 
 def _update(spec: ModelSpec, layout: Layout, rates: Rates, view: CardView) -> float:
@@ -228,8 +228,8 @@ def _offload(spec: ModelSpec, layout: Layout, rates: Rates) -> float:
     if layout.method != "offload":
         return 0.0
     mine = spec.parameters / (layout.pipeline * layout.data)  # each data-parallel rank updates its part
-    moved = (layout.precision.gradient + layout.precision.weight) * mine / rates.host_link_bytes
-    return moved + UPDATE_BYTES * mine / rates.host_memory_bytes
+    copies = (layout.precision.gradient + layout.precision.weight) * mine / rates.host_link_bytes
+    return copies + UPDATE_BYTES * mine / rates.host_memory_bytes
 
 
 def _cache(

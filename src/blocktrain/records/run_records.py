@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from blocktrain.records.codec import Event, decode, encode
-from blocktrain.records.older_logs import in_todays_words
 
 Bytes = Mapping[str, int]  # part of memory ("frozen", "moments", ...) -> bytes
 
@@ -323,4 +322,57 @@ def from_event(event: Event) -> Record | None:
     `ValueError` where a field without a default is missing or has another type.
     """
     cls = RECORDS.get(event.get("kind", ""))
-    return None if cls is None else decode(cls, in_todays_words(event))
+    return None if cls is None else decode(cls, _in_todays_words(event))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """The first records of a run: `run`, `cost`, `memory` and, where it was decided at the start, `micro_batch`."""
+
+    header: RunHeader
+    costs: StepCosts
+    memory: MemoryPeaks
+    micro_batch: MicroBatch | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """Those that there are, in the order of the log."""
+        optional = [] if self.micro_batch is None else [self.micro_batch]
+        return [self.header, self.costs, self.memory, *optional]
+
+    def to_events(self) -> list[Event]:
+        """As plain values, which rank 0 broadcasts."""
+        return [record.to_event() for record in self.records]
+
+    @classmethod
+    def from_events(cls, events: list[Event]) -> Opening:
+        """What `to_events` gave."""
+        found = {type(record): record for record in map(from_event, events)}
+        return cls(
+            header=found[RunHeader],  # pyright: ignore[reportArgumentType]
+            costs=found[StepCosts],  # pyright: ignore[reportArgumentType]
+            memory=found[MemoryPeaks],  # pyright: ignore[reportArgumentType]
+            micro_batch=found.get(MicroBatch),  # pyright: ignore[reportArgumentType]
+        )
+
+
+# Names that older logs use, translated into those of today, so that their runs can still be reported and compared.
+OLD_LAYOUTS = {"rows": "data", "layers": "pipeline", "shards": "fsdp"}  # of a run over several processes
+OLD_MEMORY_PARTS = {"optimizer": "moments"}  # of a step, in the record `cost`
+
+
+def _in_todays_words(event: Event) -> Event:
+    """The line `event` as this version would write it; `event` itself is left as it is."""
+    match event["kind"]:
+        case "run" if "layout" in event:
+            return {**event, "layout": OLD_LAYOUTS.get(event["layout"], event["layout"])}
+        case "cost":
+            memory = event["memory"]
+            blocks = [_renamed_parts(block) for block in memory["blocks"]]
+            return {**event, "memory": {**memory, "full": _renamed_parts(memory["full"]), "blocks": blocks}}
+        case _:
+            return event
+
+
+def _renamed_parts(memory: Mapping[str, int]) -> dict[str, int]:
+    return {OLD_MEMORY_PARTS.get(part, part): size for part, size in memory.items()}

@@ -8,14 +8,13 @@ from html import escape
 
 from blocktrain.errors import DataError
 from blocktrain.records.run_records import Evaluation
-from blocktrain.report.axis import Axis, count_axis, flops_axis, time_axis
+from blocktrain.report.axis import Axis, count_axis, flops_axis, time_axis, without_start
 from blocktrain.report.chart import Dot, Line, Track, line_chart, values
-from blocktrain.report.figure import MOST_DOTS, figure, plot
 from blocktrain.report.format import decimal, flops_text
-from blocktrain.report.loss_axis import without_start
 from blocktrain.report.memory_parts import memory_bars
 from blocktrain.report.multiplier import loss_of
 from blocktrain.report.run import RunRecord
+from blocktrain.report.section import MOST_DOTS, figure, plot
 from blocktrain.report.series import thin
 from blocktrain.report.summary import summary
 from blocktrain.units import format_count, format_seconds

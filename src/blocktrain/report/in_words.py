@@ -97,11 +97,11 @@ def _cost(run: RunRecord) -> str:
     plain = header.span == "block" and header.tail == "none" and not any(visit.left_out for visit in run.visits)
     if not (plain and steps and run.visits and sum(sizes.values())):
         return ""
-    moved = run.spent_until(steps, lambda visit: sizes.get(visit.block, 0)) / sum(sizes.values())
+    updated = run.spent_until(steps, lambda visit: sizes.get(visit.block, 0)) / sum(sizes.values())
     low, high = MULTIPLIERS_FROM_SCRATCH
     return (
-        f"The cost: each weight was updated in {moved:,.0f} of {plural(steps, 'step')} on average, so blocks need more "
-        f"steps for the same loss: {low} to {high} times full training's when we trained language models from scratch, "
-        f"{PAPERS_MULTIPLIER} times on average in the paper. `blocktrain compare` measures it on your model and data, "
-        "and the time."
+        f"The cost: each weight was updated in {updated:,.0f} of {plural(steps, 'step')} on average, so blocks need "
+        f"more steps for the same loss: {low} to {high} times full training's when we trained language models from "
+        f"scratch, {PAPERS_MULTIPLIER} times on average in the paper. `blocktrain compare` measures it on your "
+        "model and data, and the time."
     )

@@ -9,18 +9,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 
+from blocktrain.errors import DataError, storage_errors
 from blocktrain.report import comparison
-from blocktrain.report.figure import table
 from blocktrain.report.format import plural
 from blocktrain.report.in_words import in_words
 from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.palette import style
 from blocktrain.report.run import RunRecord
-from blocktrain.report.sections.registry import SECTIONS
+from blocktrain.report.section import table
+from blocktrain.report.sections import SECTIONS
 from blocktrain.report.summary import Summary, summaries_of
 from blocktrain.report.summary_table import columns, rows
 
@@ -68,7 +71,7 @@ def _meta(run: RunRecord) -> str:
     facts = [header.method, header.optimizer, header.precision]
     facts += [STATES.get(header.state, header.state)] if not run.is_full else []
     facts += ["a visit trains all blocks above, too"] if header.span == "suffix" else []
-    facts += [f"the tail is moved by {header.tail}"] if header.tail != "none" else []
+    facts += [f"the tail is updated by {header.tail}"] if header.tail != "none" else []
     facts.append(str(run.details.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
     facts.append(f"ended: {run.end.reason}" if run.end else "")
     return " · ".join(text for text in facts if text)
@@ -122,3 +125,23 @@ def document(title: str, header: str, body: str, footer: str, colours: int) -> s
         f"<header>\n{header}</header>\n<main>\n{body}</main>\n<footer>\n{footer}</footer>\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the report of one run folder, or the comparison of several, to the HTML file `out`; returns `out`.
+
+    A reader never sees half a page, since it is written under another name and then moved into place. Raises
+    `DataError` for a folder without a readable log, and `StorageError` where `out` cannot be written.
+    """
+    if not folders:
+        raise DataError("a report needs the folder of at least one run")
+    text = page([RunRecord.load(folder) for folder in folders])
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    with storage_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+    return out

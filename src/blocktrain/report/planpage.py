@@ -10,8 +10,8 @@ from blocktrain.plan.memory import MemoryPlan
 from blocktrain.plan.outcome import Outcome, alternative_cells, assumptions, binding, memory_savers, money, span, spread
 from blocktrain.report.axis import axis
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
-from blocktrain.report.figure import figure
 from blocktrain.report.page import document
+from blocktrain.report.section import figure
 from blocktrain.units import format_bytes, format_count
 
 # What a bar shows in one colour, in the order of the palette's colours for parts of memory (palette.py, PARTS).
@@ -55,15 +55,15 @@ def _words(item: Candidate) -> str:
 def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
     over = outcome.fit.overflow
     shown = [(label(item), item.memory) for item in found] or ([("nearest to fitting", over.memory)] if over else [])
-    room = outcome.request.room.card
-    limit = max([room, *(memory.peak for _, memory in shown)]) * 1.02
+    card = outcome.request.capacity.card
+    limit = max([card, *(memory.peak for _, memory in shown)]) * 1.02
     bars = [
         Bar(
             label=name,
             pieces=[(size, colour, f"{part}: {format_bytes(size)}") for part, size, colour in _pieces(memory)],
             text=format_bytes(memory.peak),
-            mark=room,
-            mark_title=f"the card holds {format_bytes(room)}",
+            mark=card,
+            mark_title=f"the card holds {format_bytes(card)}",
         )
         for name, memory in shown
     ]

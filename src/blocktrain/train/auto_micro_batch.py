@@ -15,11 +15,10 @@ import torch
 
 from blocktrain.chain.block import Block
 from blocktrain.chain.freezing import evaluating
-from blocktrain.data.batch import to_device
 from blocktrain.errors import OutOfMemoryError
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.run_records import MicroBatch
-from blocktrain.runtime import free_memory_bytes, is_out_of_memory
+from blocktrain.runtime import free_memory_bytes, is_out_of_memory, to_device
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.oom_advice import advice
 from blocktrain.train.predict_memory import StepShape, predicted_peaks

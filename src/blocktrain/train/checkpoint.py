@@ -1,7 +1,7 @@
 """Checkpoints: a folder of safetensors files, one a block, and a JSON list of them with checksums.
 
     checkpoints/step-00000300/
-        weights-0.safetensors     block 0's parameters           \\
+        weights-0.safetensors     block 0's parameters           \
         state-0.safetensors       its optimizer's state           >  a block that has not changed since the last
         remainder-0.safetensors   what bf16 leaves out of it     /   checkpoint is a hard link to that one's file
         buffers.safetensors       BatchNorm statistics and the like
@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,41 @@ from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision, join, split
 from blocktrain.optim.state_store import BlockState, decode_state, encode_state
-from blocktrain.train.trainer_state import TrainerState
+from blocktrain.stopping import RuleState
+
+
+@dataclass(kw_only=True)
+class TrainerState:
+    """Position in the schedule and sums so far. Data order and randomness follow from `step` and the seed."""
+
+    step: int = 0  # optimizer steps done
+    visit: int = 0  # index of the current visit
+    visit_step: int = 0  # steps of it done
+    sweep: int = 0
+    tokens: int = 0
+    flops: int = 0
+    seconds: float = 0.0  # wall-clock of all sessions
+    optimizer_bytes: int = 0  # the most held so far by the active block's optimizer
+    rule: RuleState = field(default_factory=dict)
+    visit_over: str | None = None  # why the current visit has ended, once it has
+    run_over: str | None = None
+    evaluated: int | None = None  # step of the last evaluation
+    score: dict[str, Any] = field(default_factory=dict)  # its figures
+    techniques: dict[str, Any] = field(default_factory=dict)  # the state of each that has one, by name
+    micro_rows: int | None = None  # what `batch.micro_rows = "auto"` came to
+    header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary of plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainerState:
+        """What `to_json` gave; raises `CheckpointError` for anything else."""
+        if set(values) != {item.name for item in fields(cls)}:
+            raise CheckpointError(f"the checkpoint's progress has fields {sorted(values)}; it is of another version")
+        return cls(**values)
+
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"

@@ -102,7 +102,7 @@ class RunConfig:
         """Read a TOML file with `a.b=c` overrides; relative data and model folders are seen from the working folder."""
         return cls.from_mapping(read_toml(path, overrides))
 
-    def moved(self, overrides: Sequence[str]) -> RunConfig:
+    def resumed_with(self, overrides: Sequence[str]) -> RunConfig:
         """This run on other hardware: with `a.b=c` overrides of where and in what precision it computes, not of what it
         learns from what. Raises `ConfigError` for any other key."""
         for text in overrides:

@@ -19,7 +19,7 @@ from blocktrain.train.config import RunConfig
 from blocktrain.train.toml_dataclasses import LISTS, TABLES
 from blocktrain.units import Duration
 
-OPENING = """# Configuration
+PREAMBLE = """# Configuration
 
 A run is one TOML file. Each table below is a dataclass of the package, and this page is written from them:
 `blocktrain config` prints it. An unknown key or a wrong value is an error that names the nearest right one; `--set
@@ -76,7 +76,7 @@ def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) 
 
 def page() -> str:
     """The whole reference as Markdown."""
-    return "\n".join([OPENING, *(_section(table) for table in tables())])
+    return "\n".join([PREAMBLE, *(_section(table) for table in tables())])
 
 
 def _section(table: Table) -> str:

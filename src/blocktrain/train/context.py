@@ -16,17 +16,15 @@ from blocktrain.chain.model_loading import load_model
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.contrib.learning_tail import Tail
-from blocktrain.data.batch import to_device
-from blocktrain.data.kinds import TrainingData
-from blocktrain.data.sampling import RowPlan
-from blocktrain.data.shuffle import ShuffledRows
+from blocktrain.data.chat import ChatRows
+from blocktrain.data.kinds import TrainingData, kind_of
+from blocktrain.data.sampling import RowPlan, ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError
 from blocktrain.modules.chunked_loss import check_chunked
 from blocktrain.modules.kernels import choose_kernels
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.decay import norms_and_biases, nothing
-from blocktrain.optim.factory import find_optimizer_class
+from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing
 from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.state_store import make_state_store
@@ -34,12 +32,44 @@ from blocktrain.parallel.config import PipelineConfig
 from blocktrain.parallel.fsdp import require_shardable
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.parallel.stages import require_stages
-from blocktrain.runtime import pick_device, seed_everything
+from blocktrain.runtime import pick_device, seed_everything, to_device
 from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import RunConfig
-from blocktrain.train.open_data import open_data, require_separate_conversations
 from blocktrain.units import BatchGeometry
+
+
+def open_data(config: RunConfig) -> TrainingData:
+    """The data of the one data table that `config` has."""
+    return kind_of(config.data).open(config.data, seed=config.seed)
+
+
+@torch.no_grad()
+def require_separate_conversations(model: nn.Module, data: TrainingData) -> None:
+    """Raise `ConfigError` if `model` lets conversations that are packed into one row see each other.
+
+    Compares the logits of one row of several conversations with those of each conversation alone: architectures that
+    build their masks without position ids (OPT, BLOOM and Falcon in transformers 5.23) take such a row for one text.
+    """
+    rows = data.train
+    if not isinstance(rows, ChatRows) or rows.layout != "packed":
+        return
+    packed = next((index for index in range(len(rows)) if len(rows.conversations(index)) > 1), None)
+    if packed is None:
+        return
+    device = next(model.parameters()).device
+    with evaluating(model):
+        row_logits = model(**to_device(rows.batch([packed]), device)).logits[0]  # (T, vocabulary)
+        at = 0
+        for ids in rows.conversations(packed):
+            alone = model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0]
+            in_row = row_logits[at : at + len(ids)]
+            if not torch.allclose(in_row, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+                raise ConfigError(
+                    f"{type(model).__name__} does not keep the conversations of a packed row apart (its masks do not "
+                    "follow from position ids); set chat.layout = 'padded'"
+                )
+            at += len(ids)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +104,8 @@ class TrainingContext:
         """What a visit to each block trains, by the block's index."""
         return self.schedule.trained(self.partition)
 
-    def moved(self, block: Block) -> set[str]:
-        """Names of the weights that move in a visit to `block`: its own, and those of a tail that learns."""
+    def updated_weights(self, block: Block) -> set[str]:
+        """Names of the weights that are updated in a visit to `block`: its own, and those of a tail that learns."""
         return {*block.parameters, *self.optimizer.tail_of(block)}
 
     @property

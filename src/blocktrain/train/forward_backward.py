@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel
+from blocktrain.runtime import to_device
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.technique import Batch, Techniques
 from blocktrain.train.techniques.prefix_caching import PrefixCaching

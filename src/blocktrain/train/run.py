@@ -8,10 +8,10 @@ from pathlib import Path
 
 from blocktrain.parallel.ranks import Ranks, is_launched, open_ranks
 from blocktrain.runtime import environment, pick_device
+from blocktrain.train.blocks_train_module import BlocksSetup
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.interrupt import stop_requests
-from blocktrain.train.layouts import BlocksSetup
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.trainer import Listener, Trainer
 
@@ -46,21 +46,21 @@ def run(
 def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Resume the run in `out` from its newest checkpoint, or from the start where it has none yet.
 
-    overrides: `a.b=c` for settings that may change on resume (`RunConfig.moved`).
+    overrides: `a.b=c` for settings that may change on resume (`RunConfig.resumed_with`).
     listeners: those of `run`.
 
     The number of processes need not be that of before. Raises `CheckpointError` where the checkpoint is damaged or of
     another model.
     """
     folder = RunFolder(Path(out))
-    config = folder.config().moved(overrides)
+    config = folder.config().resumed_with(overrides)
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
         return _resume(folder, ranks, listeners, overrides)
 
 
 def _resume(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
     folder.require_resumable()
-    method, config = folder.read()["method"], folder.config().moved(overrides)
+    method, config = folder.read()["method"], folder.config().resumed_with(overrides)
     with _run_lock(folder, ranks):
         _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from blocktrain.data.batch import to_device
+from blocktrain.runtime import to_device
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.toml_dataclasses import to_mapping
 

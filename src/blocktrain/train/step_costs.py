@@ -17,24 +17,23 @@ from blocktrain.chain.chain import Layer
 from blocktrain.chain.checkpointing import checkpointed_layers
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.chain.freezing import activate, evaluating, release
-from blocktrain.data.batch import to_device
 from blocktrain.memory.flops import StepCost, StepCounter
 from blocktrain.memory.tracker import Peak
 from blocktrain.records.run_records import (
     BlockSummary,
     GrowingStep,
     MemoryPeaks,
+    Opening,
     PeakMemory,
     RunHeader,
     StepCosts,
     StepFlops,
     StepMemory,
 )
-from blocktrain.runtime import pick_device
+from blocktrain.runtime import pick_device, to_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.predict_memory import predicted_peaks
 from blocktrain.train.step_cost_cache import count_once
 from blocktrain.train.techniques.growth import growing_visits, running_without
@@ -163,14 +162,17 @@ def counted_step(
     with saving_memory(context.partition, context.config.memory), running_without(context, without):
         counter = StepCounter(context.model, batch)
     release(context.partition)
-    return counter.measure(context.moved(block))
+    return counter.measure(context.updated_weights(block))
 
 
 def _theory(
     context: TrainingContext, blocks: Sequence[Block], batch: Mapping[str, torch.Tensor], layers: tuple[LayerCost, ...]
 ) -> list[int]:
     """FLOPs by closed form, each block active. What a layer computes again depends on the mode it is in."""
-    chain, shares = context.partition.chain, [_moved_shares(context, context.moved(block)) for block in blocks]
+    chain, shares = (
+        context.partition.chain,
+        [_updated_shares(context, context.updated_weights(block)) for block in blocks],
+    )
     if context.config.memory.checkpointing == "off":
         return [theoretical_step_flops(layers, mine) for mine in shares]
     activate(context.partition, context.partition.whole)
@@ -208,12 +210,14 @@ def _memory_by_arithmetic(context: TrainingContext, block: Block, step: StepCost
     }
 
 
-def _moved_shares(context: TrainingContext, moved: Collection[str]) -> dict[int, float]:
-    """The share of its weights that get gradients, for each layer with a weight in `moved`. A matrix counts whole, even
-    where the block owns only some of its rows."""
+def _updated_shares(context: TrainingContext, updated: Collection[str]) -> dict[int, float]:
+    """The share of its weights that get gradients, for each layer with a weight in `updated`.
+
+    A matrix counts whole, even where the block owns only some of its rows.
+    """
     shares = {}
     for index, owned in enumerate(context.partition.chain.owned):
-        mine = sum(parameter.numel() for name, parameter in owned.items() if name in moved)
+        mine = sum(parameter.numel() for name, parameter in owned.items() if name in updated)
         if mine:
             shares[index] = mine / sum(parameter.numel() for parameter in owned.values())
     return shares

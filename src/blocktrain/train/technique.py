@@ -26,11 +26,10 @@ from torch import Tensor
 from blocktrain.chain.chain import Layer
 from blocktrain.data import DATA_KINDS
 from blocktrain.data.sampling import StepRows
-from blocktrain.records.run_records import Record
+from blocktrain.records.run_records import Opening, Record
 from blocktrain.schedule import Visit
 from blocktrain.train.config import CONFLICTS, EXTRA_TABLES, Conflict, RunConfig
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening_records import Opening
 
 Batch = Mapping[str, Tensor]
 

@@ -23,11 +23,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from blocktrain.data.sampling import StepRows
-from blocktrain.records.run_records import RunHeader
+from blocktrain.records.run_records import Opening, RunHeader
 from blocktrain.schedule import Visit
 from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Techniques
 
 

@@ -25,22 +25,20 @@ from dataclasses import dataclass, field, replace
 
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.records.log import EventLog, NoLog
-from blocktrain.records.run_records import Evaluation, Record, RunEnd, Sample, Step, VisitEnd, VisitStart
+from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Sample, Step, VisitEnd, VisitStart
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
-from blocktrain.train.checkpoint import CheckpointHeader, checkpoints, load_checkpoint, read_header
+from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, checkpoints, load_checkpoint, read_header
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.gathered_state import write_checkpoint
 from blocktrain.train.interrupt import StopRequest
 from blocktrain.train.oom_advice import advise_when_out_of_memory
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.step import StepResult, take_step
 from blocktrain.train.technique import Position
 from blocktrain.train.train_module import Prepared, Setup
-from blocktrain.train.trainer_state import TrainerState
 
 Listener = Callable[[Record], None]
 

@@ -7,9 +7,8 @@ import math
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.axis import count_axis, padded
 from blocktrain.report.chart import Dot, Line, Track, line_chart, values
-from blocktrain.report.figure import MOST_DOTS, block_colour, plot
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import MOST_DOTS, Section, block_colour, plot
 
 
 def _measured(run: RunRecord) -> list[tuple[Evaluation, float]]:

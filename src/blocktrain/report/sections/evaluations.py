@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from blocktrain.records.run_records import Evaluation
-from blocktrain.report.figure import table
 from blocktrain.report.format import ABSENT, decimal
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import Section, table
 from blocktrain.report.series import evenly
 from blocktrain.units import format_count, format_seconds
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from html import escape
 
 from blocktrain.report.cache_totals import CacheTotals, Reason, abandoned, by_block, reasons, totals
-from blocktrain.report.figure import table
 from blocktrain.report.format import ABSENT, flops_text, format_small, percent, plural, seconds_text
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import Section, table
 from blocktrain.units import format_bytes, format_count
 
 HEADINGS = (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from blocktrain.report.chart import Bar, stacked_bars
-from blocktrain.report.figure import block_colour
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import Section, block_colour
 
 
 def _condition(run: RunRecord) -> bool:

@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable
 
 from blocktrain.records.run_records import Step
-from blocktrain.report.axis import count_axis, padded
+from blocktrain.report.axis import count_axis, padded, typical_range
 from blocktrain.report.chart import Track, line_chart, values
-from blocktrain.report.figure import block_colour, plot
 from blocktrain.report.format import format_small
-from blocktrain.report.loss_axis import typical_range
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import Section, block_colour, plot
 from blocktrain.report.sections.loss import coloured_lines
 from blocktrain.report.series import evenly, thin
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from blocktrain.records.run_records import PeakMemory
-from blocktrain.report.figure import table
 from blocktrain.report.format import ABSENT
 from blocktrain.report.run import RunRecord
-from blocktrain.report.section import Section
+from blocktrain.report.section import Section, table
 from blocktrain.units import format_bytes
 
 ORDER = ("frozen", "active", "master", "gradients", "moments", "activations", "logits")  # what is left is "other"

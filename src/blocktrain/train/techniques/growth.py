@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from blocktrain.chain.chain import Layer
+from blocktrain.records.run_records import Opening
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 
@@ -98,9 +98,9 @@ def _growing(context: TrainingContext) -> Iterator[tuple[Visit, tuple[Layer, ...
     for visit in context.schedule.visits(context.partition):
         if not waiting or visit.sweep > 1:
             return
-        moved = context.moved(visit.block)
+        updated = context.updated_weights(visit.block)
         reached = tuple(
-            layer for layer in waiting if not moved.isdisjoint(name for name, _ in layer.named_parameters())
+            layer for layer in waiting if not updated.isdisjoint(name for name, _ in layer.named_parameters())
         )
         waiting = tuple(layer for layer in waiting if layer not in reached)
         yield visit, reached, waiting

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from blocktrain.modules.kernels import apply_liger, choose_kernels
+from blocktrain.records.run_records import Opening
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 

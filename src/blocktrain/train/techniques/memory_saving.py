@@ -9,9 +9,9 @@ from pathlib import Path
 from blocktrain.chain.block import Partition
 from blocktrain.chain.checkpointing import checkpointing
 from blocktrain.modules.chunked_loss import chunked_loss
+from blocktrain.records.run_records import Opening
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Technique
 
 

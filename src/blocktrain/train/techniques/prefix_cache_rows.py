@@ -19,9 +19,9 @@ from blocktrain.cache.prefix_cache import PrefixCache
 from blocktrain.cache.slot_ledger import Fingerprints, Key
 from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
-from blocktrain.data.batch import to_device
 from blocktrain.data.sampling import StepRows
 from blocktrain.parallel.fsdp import ShardedBoundaryRunner
+from blocktrain.runtime import to_device
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_sharded
 

@@ -31,11 +31,10 @@ from blocktrain.data.sampling import StepRows
 from blocktrain.errors import StorageError
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.probe import Bandwidths, Medium, free_bytes, measure_bandwidths
-from blocktrain.records.run_records import CacheDecision, CacheUse, Record
+from blocktrain.records.run_records import CacheDecision, CacheUse, Opening, Record
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_pipeline, pipeline_config
-from blocktrain.train.opening_records import Opening
 from blocktrain.train.technique import Batch, Position, Technique
 from blocktrain.train.techniques.prefix_cache_rows import (
     boundary_runner,
