@@ -124,8 +124,16 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
         sharded = ShardedPartition(ranks, partition, ShardingConfig())
         optimizer = optimizer_of(sharded.partition)
         losses = sweep(ranks, optimizer)
+        counted.update(gathered=0)
         whole = {name: value for block in sharded.partition for name, value in sharded.gather_weights(block).items()}
         state = sharded.gather_state(optimizer.state_dict())
+        tensors = [
+            value for block in state["blocks"].values() for entries in block.values() for value in entries.values()
+        ]
+        saved_by = counted["gathered"]
+        on_this_rank = sum(
+            value.nbytes for value in [*whole.values(), *tensors] if torch.is_tensor(value) and value.dim()
+        )
         if ranks.is_rank0:
             plain = bt.partition(build(kind)[0].model, num_blocks=3, layers=layers)
             writer = optimizer_of(plain)
@@ -136,6 +144,7 @@ def train(kind: str, checkpoints: str) -> dict[str, Any]:
             save_checkpoint(Path(checkpoints), saved, partition=plain, trained=writer, keep=1)
         losses += sweep(ranks, optimizer, first=STEPS * 3)
         found: dict[str, Any] = {"losses": losses, "counted": [], "scalars": [], "moments": [], "cut": []}
+        found |= {"whole on this rank": on_this_rank, "all-gathered to save": saved_by}
         for block in sharded.partition:
             found["counted"].append(bytes_of_a_step(ranks, optimizer, block))
             found["scalars"].append(block.num_parameters)
@@ -202,6 +211,14 @@ def test_a_step_above_a_boundary_gathers_nothing_below_it_but_the_embedding(
             level = block.boundary
             assert above <= whole["gathered"] - 4 * sum(layers[1:level])  # a backward pass may gather one ahead, too
             assert below == 4 * sum(layers[:level]) + (0 if trained[0] == "llama" else 4 * NORM)
+
+
+def test_only_rank_0_holds_whole_tensors_to_save(trained: tuple[str, Path, list[Any]]) -> None:
+    """Weights and two moments in fp32. An all-gather would deliver them to every rank."""
+    first, second = trained[2]
+    assert first["whole on this rank"] == 3 * 4 * first["all"]
+    assert second["whole on this rank"] == 0
+    assert first["all-gathered to save"] == second["all-gathered to save"] == 0
 
 
 def test_its_checkpoint_continues_in_one_process_and_sharded(trained: tuple[str, Path, list[Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from blocktrain.records.run_records import Opening
 from blocktrain.train import step_cost_cache
 from blocktrain.train.context import TrainingContext, build
-from blocktrain.train.step_cost_cache import fingerprint
+from blocktrain.train.step_cost_cache import cost_key
 from blocktrain.train.step_costs import count_opening, run_header
 
 
@@ -46,12 +46,12 @@ OTHER = [
 
 @pytest.mark.parametrize("override", ALIKE)
 def test_what_a_step_does_not_depend_on_is_no_part_of_it(tiny, tmp_path: Path, override: str) -> None:
-    assert fingerprint(build(tiny(override), tmp_path)) == fingerprint(build(tiny(), tmp_path))
+    assert cost_key(build(tiny(override), tmp_path)) == cost_key(build(tiny(), tmp_path))
 
 
 @pytest.mark.parametrize("override", OTHER)
 def test_what_it_depends_on_is(tiny, tmp_path: Path, override: str) -> None:
-    assert fingerprint(build(tiny(override), tmp_path)) != fingerprint(build(tiny(), tmp_path))
+    assert cost_key(build(tiny(override), tmp_path)) != cost_key(build(tiny(), tmp_path))
 
 
 def test_a_run_that_costs_the_same_has_the_counts_that_it_would_have_made(

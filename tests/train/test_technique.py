@@ -20,7 +20,8 @@ from blocktrain.errors import ConfigError
 from blocktrain.records.run_records import Record, Step
 from blocktrain.schedule import Visit
 from blocktrain.train.config import EXTRA_TABLES, RunConfig
-from blocktrain.train.technique import TECHNIQUES, Batch, Position, Technique, Techniques, register_technique
+from blocktrain.train.technique import Batch, Position, Technique, Techniques
+from blocktrain.train.techniques import TECHNIQUES, register_technique
 
 
 class Recorder(Technique):
@@ -168,15 +169,18 @@ def test_a_module_that_cannot_be_imported_is_named(tiny_mapping) -> None:
         RunConfig.from_mapping({**tiny_mapping, "imports": ["no_such_plugin"]})
 
 
-def test_techniques_from_outside_lie_inside_the_package_s_own_whichever_was_imported_first() -> None:
+def test_a_technique_from_outside_lies_inside_the_package_s_own_and_cannot_replace_one() -> None:
+    """In a process of its own, where a user's module is the first to import anything."""
     script = (
-        "from blocktrain.train.technique import TECHNIQUES, Technique, register_technique\n"
-        "register_technique('mine', lambda *_: Technique())\n"
-        "import blocktrain.train.techniques\n"
-        "print(*TECHNIQUES)"
+        "from blocktrain.train.techniques import TECHNIQUES, register_technique\n"
+        "register_technique('mine', lambda *_: None)\n"
+        "print(*TECHNIQUES)\n"
+        "try: register_technique('growth', lambda *_: None)\n"
+        "except ValueError as error: print(error)"
     )
-    names = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert names == ["kernels", "memory_saving", "growth", "prefix_cache", "mine"]
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert out[0].split() == ["kernels", "memory_saving", "growth", "prefix_cache", "mine"]
+    assert out[1].startswith("'growth' is a technique")
 
 
 @pytest.mark.parametrize("name", ["prefix_cache", "text", "optimizer"])

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -51,6 +52,7 @@ class ShardedPartition:
         if ranks.size == 1:
             raise ConfigError("sharding needs more than one process: start it with torchrun --nproc-per-node 2")
         require_shardable(partition)
+        self.ranks = ranks
         model = partition.model
         device = device or next(model.parameters()).device
         mesh = init_device_mesh(device.type, (ranks.size,))
@@ -69,12 +71,16 @@ class ShardedPartition:
         )
 
     def gather_weights(self, block: Block) -> dict[str, Tensor]:
-        """The unsharded weights of `block` on the host. Collective."""
-        return {name: _gather(parameter.detach()) for name, parameter in block.parameters.items()}
+        """The unsharded weights of `block`, on the host of rank 0; nothing on the other ranks. Collective."""
+        gathered = {name: self._gather(parameter.detach()) for name, parameter in block.parameters.items()}
+        return {name: weight for name, weight in gathered.items() if weight is not None}
 
     def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A sharded `BlockOptimizer.state_dict()` as a single process would have it. Collective."""
-        return _map_entries(state, lambda _, value: _gather(value) if isinstance(value, DTensor) else value)
+        """A sharded `BlockOptimizer.state_dict()` as a single process would have it, on the host of rank 0. Collective.
+
+        The other ranks get it without the sharded tensors.
+        """
+        return _map_entries(state, lambda _, value: self._gather(value) if isinstance(value, DTensor) else value)
 
     def shard_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The `BlockOptimizer.state_dict()` of a single process, sharded: each tensor that has its weight's shape."""
@@ -88,6 +94,13 @@ class ShardedPartition:
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
         return _map_entries(state, shard)
+
+    def _gather(self, value: Tensor) -> Tensor | None:
+        """The unsharded tensor on the host of rank 0, and None on the others, which only send their shard."""
+        assert isinstance(value, DTensor)
+        shard = {"": value.to_local().contiguous()}
+        shards = [load(data)[""] for data in self.ranks.gather_bytes(save(shard))]
+        return torch.cat(shards).view(value.shape) if shards else None
 
 
 def require_shardable(partition: Partition) -> None:
@@ -141,7 +154,8 @@ class ShardedDataParallel(BatchParallel):
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """See `Parallel`; the norm is that of the shards of all ranks."""
-        return float(_gather(self._in_visit().clip_grad_norm(max_norm)))
+        norm = self._in_visit().clip_grad_norm(max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:
@@ -180,18 +194,16 @@ def _is_tied(chain: Chain, layer: Layer) -> bool:
     )
 
 
-def _gather(value: Tensor) -> Tensor:
-    """The unsharded tensor on the host. Shards on the host are gathered through their device."""
-    if isinstance(value, DTensor):
-        on_device = cast(DTensor, value.to(value.device_mesh.device_type))
-        return on_device.full_tensor().cpu()
-    return value.cpu()
-
-
 def _map_entries(state_dict: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """`state_dict` with `change(parameter name, value)` in place of each value of each block's optimizer state."""
+    """`state_dict` with `change(parameter name, value)` in place of each value of each block's optimizer state; values
+    that become None are left out."""
+
+    def changed(name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        values = {key: change(name, value) for key, value in entries.items()}
+        return {key: value for key, value in values.items() if value is not None}
+
     blocks = {
-        index: {name: {key: change(name, value) for key, value in entries.items()} for name, entries in state.items()}
+        index: {name: changed(name, entries) for name, entries in state.items()}
         for index, state in state_dict["blocks"].items()
     }
     return {**state_dict, "blocks": blocks}

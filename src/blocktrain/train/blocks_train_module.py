@@ -32,7 +32,7 @@ from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, o
 from blocktrain.train.forward_backward import Passes, PipelinePasses, RankPasses
 from blocktrain.train.gathered_state import GatheredFromShards, GatheredFromStages
 from blocktrain.train.step_costs import count_opening, run_header
-from blocktrain.train.technique import build_techniques
+from blocktrain.train.techniques import build_techniques
 from blocktrain.train.techniques.prefix_caching import PrefixCaching
 from blocktrain.train.train_module import Prepared
 

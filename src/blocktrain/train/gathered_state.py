@@ -6,7 +6,8 @@
     fsdp        sharded over the ranks             divided            shards put together
 
 Rank 0 writes a checkpoint block by block and fetches each block's tensors when it comes to it; the other ranks go
-through the same blocks in the same order. So no rank holds more than one block of what the others have.
+through the same blocks in the same order. So rank 0 holds no more than one block of what the others have, and the
+others nothing. Why shards are not written by `torch.distributed.checkpoint`: docs/decisions/0021-whole-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class GatheredFromStages(GatheredState):
 
 
 class GatheredFromShards(GatheredState):
-    """Weights and state are gathered parameter by parameter, on every rank, because an all-gather delivers to all."""
+    """Each weight and each tensor of the state is put together on rank 0; the other ranks send their shards."""
 
     def __init__(self, context: TrainingContext, sharded: ShardedPartition):
         super().__init__(context)

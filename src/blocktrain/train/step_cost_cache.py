@@ -3,10 +3,10 @@
 A search over learning rates opens a run for each rate, and a comparison opens the same model again and again. What
 those runs count before their first step (see `step_costs.py`) depends on shapes, not on numbers, so it is remembered:
 
-    model, blocks, optimizer, precision, memory, first batch    -> fingerprint -> counts
+    model, blocks, optimizer, precision, memory, first batch    -> key -> counts
     name, seed, rate, schedule, evaluation, checkpoints         are no part of it
 
-A table of the configuration is part of the fingerprint unless it is listed here, so a table that is added later can
+A table of the configuration is part of the key unless it is listed here, so a table that is added later can
 cost a second count, but never give a run the counts of another one.
 """
 
@@ -34,12 +34,12 @@ IGNORED_KEYS = {
     *("schedule", "distributed"),  # what visits train, the layout and the number of processes are looked at instead
 }
 
-_counts: dict[tuple[str, str], Any] = {}  # by the name of the count and the fingerprint, the oldest first
+_counts: dict[tuple[str, str], Any] = {}  # by the name of the count and the key, the oldest first
 
 
 def count_once(count: Callable[[TrainingContext], T], context: TrainingContext) -> T:
-    """What `count(context)` returns, which is called only if it has not been called with an equal fingerprint."""
-    key = (count.__name__, fingerprint(context))
+    """What `count(context)` returns, which is called only if it has not been called with an equal key."""
+    key = (count.__name__, cost_key(context))
     if key not in _counts:
         while len(_counts) >= MAX_ENTRIES:
             del _counts[next(iter(_counts))]
@@ -47,7 +47,7 @@ def count_once(count: Callable[[TrainingContext], T], context: TrainingContext) 
     return copy.deepcopy(_counts[key])
 
 
-def fingerprint(context: TrainingContext) -> str:
+def cost_key(context: TrainingContext) -> str:
     """A digest of everything that FLOPs and peaks of a step depend on, and of nothing that they do not."""
     digest = hashlib.sha256()
     for each in _parts(context):

@@ -9,8 +9,9 @@ checkpointing, a chunked loss, growth, kernels.
       close_visit  -> records   the visit's last step was taken
       state / load_state        what a checkpoint in the middle of a visit has to remember
 
-A new technique is one file: a subclass, and `register_technique`. One that is not part of the package is imported by
-the configuration's key `imports`, and may have a TOML table of its own.
+A new technique is one file: a subclass, and a line of `TECHNIQUES` in `techniques/__init__.py`. One that is not part of
+the package calls `register_technique` and is imported by the configuration's key `imports`; it may have a TOML table of
+its own.
 """
 
 from __future__ import annotations
@@ -18,18 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from blocktrain.chain.chain import Layer
-from blocktrain.data import DATA_KINDS
 from blocktrain.data.sampling import StepRows
-from blocktrain.records.run_records import Opening, Record
+from blocktrain.records.run_records import Record
 from blocktrain.schedule import Visit
-from blocktrain.train.config import CONFLICTS, EXTRA_TABLES, Conflict, RunConfig
-from blocktrain.train.context import TrainingContext
 
 Batch = Mapping[str, Tensor]
 
@@ -169,34 +166,3 @@ class Techniques:
             for technique in self.by_name.values():
                 stack.enter_context(around(technique))
             yield
-
-
-# What makes a technique of a run as this process works on it, its opening records and its folder; None where the
-# configuration does not ask for it.
-Build = Callable[[TrainingContext, Opening, Path], Technique | None]
-
-TECHNIQUES: dict[str, Build] = {}  # by name, the outermost first
-
-
-def register_technique(
-    name: str, build: Build, *, table: type | None = None, conflicts: Sequence[Conflict] = ()
-) -> None:
-    """Make a technique known to all runs.
-
-    table: a frozen dataclass, for a technique that has a TOML table `[name]` of its own; a run's configuration then has
-        it as `config.tables[name]`, where the table is given. The keys of the package's own techniques are in
-        `train/config_tables.py`.
-    conflicts: settings that it is incompatible with; they are refused when a configuration is read.
-    """
-    if name in (*TECHNIQUES, *DATA_KINDS, *RunConfig.__dataclass_fields__):
-        raise ValueError(f"'{name}' is a technique, a kind of data or a key of the configuration already")
-    TECHNIQUES[name] = build
-    CONFLICTS.extend(conflicts)
-    if table is not None:
-        EXTRA_TABLES[name] = table
-
-
-def build_techniques(context: TrainingContext, opening: Opening, folder: Path) -> Techniques:
-    """Those that the run's configuration asks for. `folder` is the run's."""
-    built = {name: build(context, opening, folder) for name, build in TECHNIQUES.items()}
-    return Techniques({name: technique for name, technique in built.items() if technique is not None})
