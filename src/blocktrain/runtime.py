@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.errors import ConfigError, first_line
+from blocktrain.errors import BlocktrainError, ConfigError, first_line
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -179,6 +179,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in failed)
     )
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns whatever another library raises inside into a `ConfigError` of one line, which begins with `what`.
+
+    Around calls of libraries that raise errors of any class for wrong input, as transformers does. Our own errors pass,
+    and so does a failed allocation.
+    """
+    try:
+        yield
+    except BlocktrainError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"{what}: {first_line(error)}") from error
 
 
 def available_memory_bytes() -> int:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
+from blocktrain.chain.pretrained import load_pretrained
 from blocktrain.chain.resnet import resnet
-from blocktrain.errors import ConfigError, first_line, nearest
-from blocktrain.runtime import is_out_of_memory, may_be_on_hub
+from blocktrain.errors import ConfigError, nearest
+from blocktrain.runtime import available_memory_bytes, library_errors, may_be_on_hub
+from blocktrain.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class ModelConfig:
     architecture: a `model_type` of transformers ("gpt2", "llama", "qwen3", ...) built with `config`, or "resnet20".
     path: instead of `architecture`, a folder or hub name that `from_pretrained` takes.
     weights: "pretrained" loads the weights at `path`; "random" takes only its configuration.
+    ignore_weights: patterns of tensors at `path` that are left out, such as "visual.*"; by default a tensor that the
+        model has no place for is an error.
     config: settings of the architecture's configuration class (`n_layer = 6`, ...); an unknown name is an error.
     zero_residuals: each layer begins as the identity, because the last matrix of each residual branch is zero. Until a
         visit has trained some of it, a layer is then left out of training steps, which changes nothing but their cost.
@@ -35,6 +39,7 @@ class ModelConfig:
     architecture: str | None = None
     path: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
+    ignore_weights: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     zero_residuals: bool = False
     grown_layers: Literal["drawn", "copied"] = "drawn"
@@ -106,8 +111,6 @@ def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn
 
 
 def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
-    from transformers import AutoConfig
-
     cls, head = _auto_class(vocab_size, classes)
     if config.architecture is not None:
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
@@ -118,17 +121,14 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         path = str(folder)
     elif not may_be_on_hub(path):
         raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
-    try:
-        if config.weights == "random":
-            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
-            return _of_architecture(cls, settings, path)
-        return cls.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config, **head
-        )
-    except SafetensorError as error:
-        raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path '{path}' cannot be loaded: {first_line(error)}") from error
+    settings = _saved_settings(path, config.config)
+    for key, value in head.items():
+        setattr(settings, key, value)
+    if config.weights == "random":
+        return _of_architecture(cls, settings, path)
+    _require_class(cls, settings, path)
+    _require_memory(cls, settings, path)
+    return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
 
 
 def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
@@ -147,16 +147,42 @@ def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
     """A model with random weights, and with the attention that transformers chooses: sdpa, or the architecture's own
     where that changes the scores (Gemma 2 caps them, BLOOM adds ALiBi)."""
+    _require_class(cls, settings, name)
+    _require_memory(cls, settings, name)
+    with library_errors(f"[model.config] makes no '{name}'"):  # its settings contradict each other
+        return cls.from_config(settings).float()
+
+
+def _require_memory(cls: Any, settings: Any, name: str) -> None:
+    """Raise `ConfigError` for a model that this machine cannot hold, before the kernel ends the process for it."""
+    size = 0
+    with suppress(Exception), torch.device("meta"):  # some models cannot be built there
+        size = sum(4 * parameter.numel() for parameter in cls.from_config(settings).parameters())
+    if size > available_memory_bytes():
+        raise ConfigError(
+            f"'{name}' takes {format_bytes(size)} in fp32, and {format_bytes(available_memory_bytes())} of memory are "
+            "free; choose a smaller model or another machine"
+        )
+
+
+def _require_class(cls: Any, settings: Any, name: str) -> None:
     if type(settings) not in cls._model_mapping:
         what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
         kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
-    try:
-        return cls.from_config(settings).float()
-    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:  # contradictory settings
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(f"[model.config] makes no '{name}': {first_line(error)}") from error
+
+
+def _saved_settings(path: str, given: dict[str, Any]) -> Any:
+    """The configuration at `path`, with the settings `given` in place of its own."""
+    from transformers import AutoConfig
+
+    with library_errors(f"model.path '{path}' cannot be loaded"):
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        known = {*settings.to_dict(), *settings.attribute_map}
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"unknown key 'model.config.{key}' for model.path '{path}'; {nearest(key, known)}")
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **given) if given else settings
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
@@ -178,7 +204,8 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
         token = getattr(default, key, None)
         if isinstance(token, int) and key not in settings and token >= settings.get("vocab_size", token + 1):
             settings[key] = None
-    return AutoConfig.for_model(name, **settings)
+    with library_errors(f"[model.config] makes no '{name}'"):
+        return AutoConfig.for_model(name, **settings)
 
 
 def _near_architecture(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,145 @@
+"""Loading pretrained weights so that nothing is lost silently: no weight of the model is left at random values, and no
+tensor of the checkpoint is dropped, unless the user says so.
+
+`from_pretrained` does both with a warning at most. What is allowed without a word from the user is a new classification
+head, which is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from blocktrain.errors import ConfigError
+from blocktrain.runtime import library_errors
+
+log = logging.getLogger(__name__)
+
+SHOWN = 4  # names of tensors in a message
+
+
+def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, ignored: Sequence[str]) -> nn.Module:
+    """The model of class `cls` (an auto class of transformers) with the weights at `path`, on the CPU in fp32.
+
+    settings: the model's configuration.
+    has_new_head: the model classifies, so the parameters of its head may be missing at `path`.
+    ignored: patterns (`*` and `?`) of tensors at `path` that the model has no place for and that may be left out.
+
+    Raises `ConfigError` if weights are missing, damaged, of another shape, or have no place in the model.
+    """
+    _refuse_quantized(path, settings)
+    try:
+        with library_errors(f"model.path '{path}' cannot be loaded"), _quiet_transformers():
+            model, found = cls.from_pretrained(
+                path,
+                config=settings,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are reported below, with their names
+                output_loading_info=True,
+            )
+    except ConfigError as error:
+        if isinstance(error.__cause__, SafetensorError):
+            raise ConfigError(
+                f"the weights at model.path '{path}' are damaged, or not all there: {error.__cause__}"
+            ) from error
+        raise
+    of_head = _head_parameters(model) if has_new_head else set()
+    drawn = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    _require_shapes([entry for entry in found["mismatched_keys"] if entry[0] not in of_head], path)
+    _require_all(sorted(drawn - of_head), path)
+    surplus = [
+        name for name in sorted(found["unexpected_keys"]) if not any(fnmatchcase(name, pattern) for pattern in ignored)
+    ]
+    if has_new_head:  # then the head of another task may be dropped, but nothing else
+        base = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+        surplus = [name for name in surplus if name.split(".")[0] in base]
+    _require_none_dropped(surplus, path)
+    if drawn:
+        log.warning("the classification head is new and begins at random weights: %s", _some(sorted(drawn)))
+    return model
+
+
+def _head_parameters(model: Any) -> set[str]:
+    """The parameters outside of the base model, and its pooler, which encoders trained on masked tokens do not have."""
+    base = f"{model.base_model_prefix}."
+    return {name for name, _ in model.named_parameters() if not name.startswith(base) or ".pooler." in name}
+
+
+def _require_all(missing: Collection[str], path: str) -> None:
+    if missing:
+        raise ConfigError(
+            f"the weights at model.path '{path}' lack {len(missing)} tensors of the model ({_some(missing)}), "
+            "which would begin at random values; complete the folder, or make [model.config] describe the model that "
+            "was saved"
+        )
+
+
+def _require_shapes(mismatched: Sequence[tuple[str, Any, Any]], path: str) -> None:
+    if mismatched:
+        name, saved, expected = mismatched[0]
+        raise ConfigError(
+            f"the weights at model.path '{path}' have other shapes than the model: '{name}' is {list(saved)} there and "
+            f"{list(expected)} in the model ({len(mismatched)} such tensors); make [model.config] describe the model "
+            "that was saved"
+        )
+
+
+def _require_none_dropped(surplus: Collection[str], path: str) -> None:
+    if surplus:
+        raise ConfigError(
+            f"the weights at model.path '{path}' have {len(surplus)} tensors that the model has no place for "
+            f"({_some(surplus)}), so they would be lost; make [model.config] describe the model that was saved, or set "
+            f"model.ignore_weights = {_patterns(surplus)} to train and export without them"
+        )
+
+
+def _refuse_quantized(path: str, settings: Any) -> None:
+    quantization = getattr(settings, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ConfigError(
+            f"the weights at model.path '{path}' are quantized ({getattr(method, 'value', method)}), and quantized "
+            "weights cannot be trained; take the original checkpoint, or dequantize it with transformers and save it "
+            "(frozen layers can be quantized while training: precision = 'int8' or 'nf4')"
+        )
+
+
+def _some(names: Collection[str]) -> str:
+    shown = list(names)[:SHOWN]
+    return ", ".join(f"'{name}'" for name in shown) + (", ..." if len(names) > len(shown) else "")
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Patterns that match `names`: one for each numbered layer, or first part of a name where there is no number.
+
+    >>> _patterns(["h.2.attn.weight", "h.2.attn.bias", "visual.patch.weight", "scale"])
+    ['h.2.*', 'scale', 'visual.*']
+    """
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        end = next((place for place, part in enumerate(parts) if part.isdigit()), 0) + 1
+        found.add(".".join([*parts[:end], "*"] if end < len(parts) else parts))
+    return sorted(found)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Inside, transformers logs errors only: what it warns about here is an error of ours, or logged by us."""
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
