@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +18,6 @@ import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.errors import ConfigError
 from blocktrain.train.run_folder import RunFolder
-
-
-@pytest.fixture
-def config_file(tiny_mapping: dict[str, Any], tmp_path: Path) -> Path:
-    """The tiny run as a TOML file."""
-    path = tmp_path / "tiny.toml"
-    path.write_text(_toml(tiny_mapping))
-    return path
-
-
-def _toml(values: dict[str, Any], prefix: str = "") -> str:
-    plain = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    tables = [
-        f"[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}"
-        for key, value in values.items()
-        if isinstance(value, dict)
-    ]
-    return "\n".join([*plain, *tables])
 
 
 def test_help_answers_in_half_a_second() -> None:
@@ -116,7 +97,7 @@ def test_compare_trains_both_on_the_same_tokens(config_file: Path, tmp_path: Pat
     assert "B-F multiplier" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path: Path, number: int, code: int) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(

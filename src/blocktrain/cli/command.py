@@ -15,12 +15,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command: its name, its help, a function that adds its options to a parser, and one that runs it."""
+    """One command: its name, its help, a function that adds its options to a parser, and one that runs it.
+
+    trains: whether it is work of hours, which goes on when its output can no longer be written.
+    """
 
     name: str
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    trains: bool = False
 
 
 def imported_when_run(module: str, function: str) -> Callable[[argparse.Namespace], int]:

@@ -96,4 +96,5 @@ COMPARE = Command(
     help="train the same model on the same tokens in full and in blocks, side by side",
     add_options=_add_options,
     run=compare,
+    trains=True,
 )

@@ -1,7 +1,7 @@
 """`blocktrain train | resume | compare | plan | ...`: the commands, exit codes, and errors as one message.
 
 Exit codes: 0 done; 1 training failed (non-finite loss); 2 bad input, with one message and nothing half-written;
-128 + signal after Ctrl-C or SIGTERM, with a checkpoint written.
+128 + signal after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from blocktrain.cli.command import Command, imported_when_run
 from blocktrain.cli.compare import COMPARE
 from blocktrain.cli.config import CONFIG
+from blocktrain.cli.display import lasting_display, replace_what_cannot_be_encoded
 from blocktrain.cli.export import EXPORT
 from blocktrain.cli.plan_options import add_plan_options
 from blocktrain.cli.report import REPORT
@@ -53,7 +54,21 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    replace_what_cannot_be_encoded()
     options = parser().parse_args(arguments)
+    if not options.trains:
+        return _run(options)
+    with lasting_display() as output:
+        code = _run(options)
+        output.flush()
+        if output.lost is not None and options.json and code == 0:
+            print(f"blocktrain: error: the result could not be written: {output.lost.strerror}", file=sys.stderr)
+            return 1
+        return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command; an error becomes a message and an exit code."""
     try:
         return options.command(options)
     except BlocktrainError as error:
@@ -84,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.name, parents=[common], help=command.help, description=command.help)
-        sub.set_defaults(command=command.run)
+        sub.set_defaults(command=command.run, trains=command.trains)
         command.add_options(sub)
     return root
 

@@ -32,4 +32,5 @@ RESUME = Command(
     help="continue an interrupted run from its newest checkpoint",
     add_options=_add_options,
     run=resume,
+    trains=True,
 )

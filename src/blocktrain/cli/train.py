@@ -28,4 +28,5 @@ TRAIN = Command(
     help="train as a configuration says, into a new run folder",
     add_options=add_configuration,
     run=train,
+    trains=True,
 )

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM ask the trainer to stop after the step in hand; a second one stops at once.
+"""Ctrl-C, SIGTERM and SIGHUP ask the trainer to stop after the step in hand; a second one stops at once.
 
-Not under torchrun, which passes a signal on to processes that have had it already, and after 30 s kills them.
+A second SIGHUP does not: a terminal that closes may send several. Neither does any second signal under torchrun, which
+passes a signal on to processes that have had it already, and after 30 s kills them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(*, second: Literal["stops", "is the same"] = "stops") -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM inside the `with`. Outside the main thread nothing is caught.
+    """Catch SIGINT, SIGTERM and SIGHUP inside the `with`; a SIGHUP that is ignored (`nohup`) stays ignored.
+
+    Outside the main thread nothing is caught.
 
     second: what another signal means that comes after the first.
     """
@@ -32,11 +35,14 @@ def stop_requests(*, second: Literal["stops", "is the same"] = "stops") -> Itera
         return
 
     def note(number: int, _frame: object) -> None:
-        if request.signal_number is not None and second == "stops":
+        if request.signal_number is not None and second == "stops" and number != signal.SIGHUP:
             raise KeyboardInterrupt
         request.signal_number = number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield request
     finally:
