@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blocktrain.plan.cost import break_even
-from blocktrain.plan.fit import Candidate, Fit, Request, fit
+from blocktrain.plan.fit import Candidate, Request, fit
 from blocktrain.plan.hardware import GIB, THIS_MACHINE, Hardware, achievable
 from blocktrain.plan.layout import PRECISION_SPECS
 
@@ -27,26 +27,17 @@ class Alternative:
 
 
 def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -> list[Alternative]:
-    """Full training on these cards and on others, each on as few cards as it fits on, of these at least as many as
-    requested."""
+    """Full training on the requested cards and on others, each on the fewest that it fits on: of the requested kind at
+    least the requested number."""
     found = []
     for label, other in _requests(request, hardware):
         first = other.cards if other.card == request.card else 1
-        counts = [count for count in CARD_COUNTS if count > first and count <= request.rows]
-        for count in [first, *counts]:
-            outcome: Fit = fit(replace(other, cards=count))
-            if outcome.candidates:
-                cheapest = outcome.candidates[0]
-                found.append(
-                    Alternative(
-                        label=label, card=other.card, cards=count, candidate=cheapest,
-                        break_even=_break_even(request, best, cheapest),
-                    )
-                )  # fmt: skip
-                break
-        else:
-            most = counts[-1] if counts else first
-            found.append(Alternative(label=label, card=other.card, cards=most, candidate=None, break_even=None))
+        counts = [first, *(count for count in CARD_COUNTS if first < count <= request.rows)]
+        tried = ((count, fit(replace(other, cards=count)).candidates) for count in counts)
+        cards, candidates = next((pair for pair in tried if pair[1]), (counts[-1], ()))
+        cheapest = candidates[0] if candidates else None
+        even = None if cheapest is None else _break_even(request, best, cheapest)
+        found.append(Alternative(label=label, card=other.card, cards=cards, candidate=cheapest, break_even=even))
     return found
 
 

@@ -76,7 +76,7 @@ def binding(outcome: Outcome, candidate: Candidate) -> str:
     if candidate.step.parts["streaming"] > STREAMING_BINDS * candidate.step.seconds:
         return "host link"
     capacity = outcome.request.capacity
-    if candidate.memory.peak * (1 + capacity.fragmentation) > 0.9 * capacity.card:
+    if capacity.taken(candidate.memory.peak) > 0.9 * capacity.card:
         return "memory"
     if candidate.step.bound in ("forward", "backward", "recompute"):
         return "compute"
@@ -93,8 +93,10 @@ def at_multipliers(candidate: Candidate, own: float) -> list[tuple[str, float, D
     seen: dict[float, str] = {}
     for name, value in named:
         seen.setdefault(value, name)
-    return [(name, value, Dollars(candidate.dollars.amount) * (value * one / float(candidate.dollars.amount)))
-            for value, name in seen.items()]  # fmt: skip
+    return [
+        (name, value, candidate.dollars * (value * one / float(candidate.dollars.amount)))
+        for value, name in seen.items()
+    ]
 
 
 def _exactness_given_up(layout: Layout) -> list[str]:
