@@ -1,6 +1,6 @@
 """A run in plain sentences: what it reached, what training in blocks saved against full training, and what it cost.
 
-The report prints them below its title and the command line prints them last. Every figure is one of the run's
+The report prints them below its title, and the command line prints them last. Every figure is one of the run's
 summary, but for the two that are not the run's own: how many more steps blocks need is measured by running full
 training as well, so a single run can only quote what was measured elsewhere (`tests/report/test_in_words.py` compares
 both with their result files).

@@ -72,11 +72,15 @@ class _Shown:
     def row(
         self, label: str, read: Callable[[Summary], T | None], show: Callable[[T], str], full: T | None = None
     ) -> Row:
-        """The row of the quantity that `read` takes from a summary; `full` is full training's value of it."""
+        """The row of the quantity that `read` takes from a summary. `full` is full training's value of it; beside that
+        stands the share that the run saved, unless the two are equal."""
         values = [read(item) for item in self.summaries]
         cells = [ABSENT if value is None else show(value) for value in values]
         if self.is_beside_full:
-            cells += ["", ""] if full is None else [show(full), _saving(values[0], full)]
+            value = values[0]
+            cells += ["" if full is None else show(full), ""]
+            if isinstance(value, int | float) and isinstance(full, int | float) and full and value != full:
+                cells[-1] = percent(1 - value / full)
         return Row(label, tuple(cells))
 
 
@@ -87,7 +91,8 @@ def _results(shown: _Shown) -> Iterator[Row]:
     yield row("model", lambda item: item.model, str)
     yield row("parameters", lambda item: item.parameters, format_count)
     yield row("blocks", lambda item: item.blocks, str)
-    if not all(map(_one_loss_says_all, shown.summaries)):
+    losses = [(item.validation_loss, item.validation_loss_per_byte) for item in shown.summaries]
+    if not all(loss is None or (per_byte is not None and agree(loss, per_byte)) for loss, per_byte in losses):
         unit = shown.first.unit.removesuffix("s")
         yield row(f"validation loss, nats per {unit}", lambda item: item.validation_loss, decimal)
     yield row("validation loss, nats per byte", lambda item: item.validation_loss_per_byte, decimal)
@@ -149,20 +154,11 @@ def _progress(shown: _Shown) -> Iterator[Row]:
     yield row("steps", lambda item: item.steps, "{:,}".format)
     yield row("visits", lambda item: None if item.is_full else item.visits, str)
     yield row("wall time", lambda item: item.seconds, format_seconds)
-    yield row(f"{unit} per second", lambda item: item.tokens_per_second, _rate)
-
-
-def _saving(value: object, full: object) -> str:
-    """The share of full training's value that the run saved; nothing where they are equal."""
-    if isinstance(value, int | float) and isinstance(full, int | float) and full and value != full:
-        return percent(1 - value / full)
-    return ""
-
-
-def _one_loss_says_all(item: Summary) -> bool:
-    """Whether the losses per token and per byte agree to three digits, so that one of them is enough."""
-    loss, per_byte = item.validation_loss, item.validation_loss_per_byte
-    return loss is None or (per_byte is not None and agree(loss, per_byte))
+    yield row(
+        f"{unit} per second",
+        lambda item: item.tokens_per_second,
+        lambda rate: f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
+    )
 
 
 def _flops_saved(item: Summary) -> str | None:
@@ -177,10 +173,6 @@ def _stored_as(item: Summary) -> str | None:
         return None
     error = item.cache_encoding_error
     return ", ".join(item.cache_dtypes) + (f", relative error {format_small(error)}" if error else "")
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _total(memory: Bytes | None) -> int | None:
