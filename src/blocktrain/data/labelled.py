@@ -85,8 +85,13 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     def write(folder: Path) -> None:
         train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
         labels = _encode(train, config, tokenizer, folder / "train")
-        others = _encode(_shuffled(validation), config, tokenizer, folder / "validation")
-        classes = _sorted(set(labels))
+        # In a fixed random order: an evaluation takes the first rows, and many files are sorted by class.
+        in_file_order = list(validation)
+        shuffled = [in_file_order[index] for index in permutation(len(in_file_order), 0)]
+        others = _encode(shuffled, config, tokenizer, folder / "validation")
+        classes = sorted(set(labels))
+        if all(name.isdecimal() for name in classes):
+            classes.sort(key=int)
         if unknown := sorted(set(others) - set(classes)):
             raise DataError(f"validation texts have the class '{unknown[0]}', which no training text has")
         numbers = {name: number for number, name in enumerate(classes)}
@@ -95,7 +100,8 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
         (folder / "classes.json").write_text(json.dumps(classes))
 
     folder = cached_folder(home, "labelled", key=key, state=[corpus.state() for corpus in corpora], write=write)
-    pad = padding_token(tokenizer)
+    pad = tokenizer.pretrained.pad_token_id
+    pad = pad if isinstance(pad, int) else tokenizer.eos
     train, validation = (
         LabelledRows(folder / name, row_tokens=config.row_tokens, pad=pad) for name in ("train", "validation")
     )
@@ -110,24 +116,6 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
         fingerprint=train.fingerprint,
         tokenizer=tokenizer,
     )
-
-
-def padding_token(tokenizer: Tokenizer) -> int:
-    """The id that fills up texts: the tokenizer's padding token, or its end-of-text token where it has none."""
-    pad = tokenizer.pretrained.pad_token_id
-    return pad if isinstance(pad, int) else tokenizer.eos
-
-
-def _shuffled(documents: Iterable[Document]) -> list[Document]:
-    """In a fixed random order: an evaluation takes the first rows, and many files are sorted by class."""
-    in_file_order = list(documents)
-    return [in_file_order[index] for index in permutation(len(in_file_order), 0)]
-
-
-def _sorted(names: Iterable[str]) -> list[str]:
-    """Numbers sorted by value, other names alphabetically."""
-    names = sorted(names)
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
 
 
 def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path) -> list[str]:
