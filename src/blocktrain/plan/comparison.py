@@ -36,7 +36,9 @@ def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -
         tried = ((count, fit(replace(other, cards=count)).candidates) for count in counts)
         cards, candidates = next((pair for pair in tried if pair[1]), (counts[-1], ()))
         cheapest = candidates[0] if candidates else None
-        even = None if cheapest is None else _break_even(request, best, cheapest)
+        even = None  # dollars are not compared with card-seconds
+        if best and cheapest and best.layout.blocks > 1 and (best.dollars is None) == (cheapest.dollars is None):
+            even = break_even(best.cost / request.multiplier.value, cheapest.cost)
         found.append(Alternative(label=label, card=other.card, cards=cards, candidate=cheapest, break_even=even))
     return found
 
@@ -66,18 +68,6 @@ def _requests(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reque
                 usd_per_hour=price.usd_per_hour,
             ),
         )  # fmt: skip
-
-
-def _break_even(request: Request, best: Candidate | None, other: Candidate) -> float | None:
-    """Compares dollars, or card-hours where neither has a price."""
-    if best is None or best.layout.blocks == 1:
-        return None
-    if best.dollars is not None and other.dollars is not None:
-        return break_even(float(best.dollars.amount) / request.multiplier.value, float(other.dollars.amount))
-    if best.dollars is None and other.dollars is None:
-        spent = best.seconds * best.layout.cards / request.multiplier.value
-        return break_even(spent, other.seconds * other.layout.cards)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,10 +115,15 @@ class Candidate:
     exceeded: tuple[str, ...] = ()  # "budget", "deadline"
 
     @property
+    def cost(self) -> float:
+        """Dollars, or card-seconds where no price is known."""
+        return float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
+
+    @property
     def rank(self) -> tuple[float, ...]:
         """The smallest is the best: first within the limits, then cheap, then fast, then exact, then simple."""
-        cost = float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
-        return (len(self.exceeded), cost, self.seconds, self.layout.losses, self.layout.pipeline + self.layout.shards)
+        layout = self.layout
+        return (len(self.exceeded), self.cost, self.seconds, layout.losses, layout.pipeline + layout.shards)
 
 
 @dataclass(frozen=True, kw_only=True)

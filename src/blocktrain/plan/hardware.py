@@ -31,7 +31,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """The share of a published peak that training reaches, and what a rented machine has beside its cards. Every field
+    """The share of a published peak that training reaches, and what a rented machine has besides its cards. Every field
     is explained in `hardware.toml`."""
 
     matmul_efficiency_fp32: float
@@ -262,20 +262,9 @@ def calibrated(calibration: Calibration, hardware: Hardware) -> Rates:
     }
     if measured.disk_bytes is None:
         other_kinds["disk_bytes"] = "assumed"
-    return Rates(
-        matmul_flops=measured.matmul_flops,
-        attention_flops=measured.attention_flops,
-        memory_bytes=measured.memory_bytes,
-        kernel_seconds=measured.kernel_seconds,
-        update_scalars=measured.update_scalars,
-        host_link_bytes=measured.host_link_bytes,
-        peer_link_bytes=network,
-        network_bytes=network,
-        host_memory_bytes=measured.host_memory_bytes,
-        disk_bytes=hardware.assumed.disk_bytes_per_second if measured.disk_bytes is None else measured.disk_bytes,
-        kind="measured",
-        other_kinds=other_kinds,
-    )
+    disk = hardware.assumed.disk_bytes_per_second if measured.disk_bytes is None else measured.disk_bytes
+    rates = {**vars(measured), "disk_bytes": disk, "peer_link_bytes": network, "network_bytes": network}
+    return Rates(**rates, kind="measured", other_kinds=other_kinds)
 
 
 def calibration_file() -> Path:

@@ -37,7 +37,7 @@ CHUNK_SCALARS = 2**22  # converted at a time: optim/adamw8bit.py, quantize_weigh
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the card by part, in the worst phase of a step, and bytes in host memory and on disk beside them."""
+    """Bytes on the card by part, in the worst phase of a step, and bytes in host memory and on disk."""
 
     parts: Mapping[str, float]
     phase: str
@@ -170,7 +170,12 @@ class _Step:
         if view.head != "absent":
             yield from self._loss(head)
         layer_workspace = 2 * self.row + 2 * self.inner
-        arriving = self._arriving()
+        # The one gradient that autograd has just made, before it is accumulated or cut to the block's rows. From the
+        # second micro-batch on, accumulating takes a copy in fp32.
+        arriving = float(self.dtype * view.owned.split)
+        if self.several:
+            copied = self.dtype * view.owned.largest if self.gradient > self.dtype else 0
+            arriving = float(self.dtype * max(view.owned.largest, view.owned.split) + copied)
         of_head = float(self.dtype * head) if self.tied and self.several else 0.0  # beside the sum it will be added to
         top = self.in_flight + kept.layers + kept.recomputed
         yield (
@@ -270,15 +275,6 @@ class _Step:
             ),
         )
 
-    def _arriving(self) -> float:
-        """Bytes of the one gradient that autograd has just made, before it is accumulated or cut to the block's rows.
-        From the second micro-batch on, accumulating takes a copy in fp32."""
-        owned = self.view.owned
-        if not self.several:
-            return float(self.dtype * owned.split)
-        copied = self.dtype * owned.largest if self.gradient > self.dtype else 0
-        return float(self.dtype * max(owned.largest, owned.split) + copied)
-
     def _updating(self) -> float:
         """Bytes beside all gradients during the update. Masters are stepped one parameter at a time, with the gradient
         in fp32, and are then written back (`half` in optim/precision.py)."""
@@ -315,7 +311,7 @@ class _Step:
 
 
 class _Materialized:
-    """Bytes of frozen matrices on the card: as they are stored, and beside that the copies with which layers run.
+    """Bytes of frozen matrices on the card: as they are stored, and the copies with which layers run.
 
     A unit is what is materialized together: the embedding, a layer, the head. Under `frozen = "host"` the copy of the
     last unit that ran and of the one expected next stay until another unit runs.

@@ -126,7 +126,7 @@ class StepCosts(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """The worst moment of a step: bytes by part, what lay on the host beside them, and the operation that made it."""
+    """The worst moment of a step: bytes by part, what lay on the host at the time, and the operation that made it."""
 
     parts: Bytes
     host_bytes: int = 0
@@ -236,7 +236,7 @@ class Sample(Record):
 class CacheUse(Record):
     """What the prefix cache did in a visit, summed over all ranks and sessions.
 
-    Steps asked for `rows` rows and found `hits` of them stored. `flops_saved` is net of filling and can be negative;
+    Steps requested `rows` rows, and `hits` of them were stored. `flops_saved` is net of filling and can be negative;
     `seconds_saved` is estimated from it. Seconds are means over the ranks.
     """
 
