@@ -132,25 +132,20 @@ def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: To
 
     with (folder / "tokens.bin").open("wb") as tokens:
         for document in documents:
-            text, label = _fields(document, config)
-            texts.append(text)
-            labels.append(label)
+            record, place = record_of(document), f"'{document.id}'"
+            for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
+                if field not in record:
+                    raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
+            label = record[config.label_field]
+            if not isinstance(label, str | int):
+                raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
+            texts.append(require_text(record[config.text_field], config.text_field, place))
+            labels.append(str(label))
             if len(texts) == _TEXTS_PER_BATCH:
                 flush()
         flush()
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     return labels
-
-
-def _fields(document: Document, config: LabelledConfig) -> tuple[str, str]:
-    record, place = record_of(document), f"'{document.id}'"
-    for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
-        if field not in record:
-            raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
-    label = record[config.label_field]
-    if not isinstance(label, str | int):
-        raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
-    return require_text(record[config.text_field], config.text_field, place), str(label)
 
 
 class LabelledRows:

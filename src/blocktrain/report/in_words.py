@@ -60,7 +60,7 @@ def _reached(run: RunRecord, item: Summary) -> str:
 
 
 def _saved(run: RunRecord, item: Summary) -> str:
-    """Memory and FLOPs of a step beside those of a full step."""
+    """Memory and FLOPs of a step, compared with those of a full step."""
     parts: list[str] = []
     if item.memory is not None and item.memory_full is not None:
         mine, full = item.memory, item.memory_full
@@ -78,7 +78,7 @@ def _saved(run: RunRecord, item: Summary) -> str:
 
 
 def _instead(mine: int, full: int) -> str:
-    """Bytes beside those of full training.
+    """Bytes, compared with those of full training.
 
     >>> _instead(2**20, 2**22)
     '1.0 MiB instead of 4.0 MiB (75 % less)'

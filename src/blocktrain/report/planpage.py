@@ -1,4 +1,4 @@
-"""A plan as a page: memory by part beside what a card holds, cost against time, and the layouts."""
+"""A plan as a page: memory by part and what a card holds, cost against time, and the layouts."""
 
 from __future__ import annotations
 

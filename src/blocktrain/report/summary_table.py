@@ -1,4 +1,4 @@
-"""The figures of runs as a table: a column for each run, or one run beside full training and what it saved."""
+"""The figures of runs as a table: a column for each run, or one run, full training, and what the run saved."""
 
 from __future__ import annotations
 
@@ -61,13 +61,9 @@ class _Shown:
     summaries: Sequence[Summary]
 
     @property
-    def first(self) -> Summary:
-        return self.summaries[0]
-
-    @property
     def is_beside_full(self) -> bool:
-        """Whether a single run is shown beside what full training would cost."""
-        return len(self.summaries) == 1 and not self.first.is_full
+        """Whether a single run is compared with what full training would cost."""
+        return len(self.summaries) == 1 and not self.summaries[0].is_full
 
     def row(
         self, label: str, read: Callable[[Summary], T | None], show: Callable[[T], str], full: T | None = None
@@ -93,7 +89,7 @@ def _results(shown: _Shown) -> Iterator[Row]:
     yield row("blocks", lambda item: item.blocks, str)
     losses = [(item.validation_loss, item.validation_loss_per_byte) for item in shown.summaries]
     if not all(loss is None or (per_byte is not None and agree(loss, per_byte)) for loss, per_byte in losses):
-        unit = shown.first.unit.removesuffix("s")
+        unit = shown.summaries[0].unit.removesuffix("s")
         yield row(f"validation loss, nats per {unit}", lambda item: item.validation_loss, decimal)
     yield row("validation loss, nats per byte", lambda item: item.validation_loss_per_byte, decimal)
     yield row("validation accuracy", lambda item: item.accuracy, percent)
@@ -103,7 +99,7 @@ def _results(shown: _Shown) -> Iterator[Row]:
 
 def _flops(shown: _Shown) -> Iterator[Row]:
     """What a step and the run cost. The formula knows no cache, so it is compared with the uncached count."""
-    row, first = shown.row, shown.first
+    row, first = shown.row, shown.summaries[0]
     cached = any(item.cache_rows is not None for item in shown.summaries)
     whole = "whole model" if any(item.layers_left_out for item in shown.summaries) else "uncached" if cached else ""
     formula, excess = "of a full step, by the formula", "counted beyond the formula"
@@ -134,7 +130,7 @@ def _cache(shown: _Shown) -> Iterator[Row]:
 
 
 def _memory(shown: _Shown) -> Iterator[Row]:
-    row, first = shown.row, shown.first
+    row, first = shown.row, shown.summaries[0]
     largest = "" if all(item.is_full for item in shown.summaries) else ", largest block"
     full = first.memory_full or {}
     yield row(f"optimizer state{largest}", lambda item: item.optimizer_bytes, format_bytes, first.optimizer_bytes_full)
@@ -149,7 +145,7 @@ def _memory(shown: _Shown) -> Iterator[Row]:
 
 
 def _progress(shown: _Shown) -> Iterator[Row]:
-    row, unit = shown.row, shown.first.unit
+    row, unit = shown.row, shown.summaries[0].unit
     yield row(f"{unit} seen", lambda item: item.tokens, format_count)
     yield row("steps", lambda item: item.steps, "{:,}".format)
     yield row("visits", lambda item: None if item.is_full else item.visits, str)
