@@ -11,8 +11,13 @@ from blocktrain.chain.balance import balanced
 from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
 from blocktrain.plan.presets import MODEL_PRESETS, find_model
-from blocktrain.plan.spec import from_config, read_config
+from blocktrain.plan.spec import ModelSpec, from_config, read_config
 from blocktrain.train.track_plan_peak import meta_model
+
+
+def chain_parameters(spec: ModelSpec) -> list[int]:
+    """Parameters of each layer of the chain: embedding, transformer layers, head."""
+    return [spec.embedding_parameters, *[spec.layer_parameters] * spec.layers, spec.head_parameters]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,7 @@ def test_a_config_json_gives_the_same_model_as_its_preset(name: str, tmp_path: P
     config = AutoConfig.for_model(spec.architecture, **spec.settings(), bos_token_id=None, eos_token_id=None)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     again = read_config(tmp_path)
-    assert again.chain_parameters == spec.chain_parameters
+    assert chain_parameters(again) == chain_parameters(spec)
     assert again.parameters == spec.parameters
 
 
@@ -43,7 +48,7 @@ def test_blocks_are_cut_as_the_package_cuts_them(name: str, parts: int) -> None:
     spec = find_model(name)
     for chain in (range(spec.layers + 2), range(spec.layers // 2), range(spec.layers // 2, spec.layers + 2)):
         if parts <= len(chain):
-            expected = balanced([spec.chain_parameters[index] for index in chain], parts)
+            expected = balanced([chain_parameters(spec)[index] for index in chain], parts)
             assert [range(r.start + chain.start, r.stop + chain.start) for r in expected] == list(
                 cut_evenly(spec, chain, parts)
             )

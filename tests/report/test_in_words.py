@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from blocktrain.report.in_words import MULTIPLIERS_FROM_SCRATCH, in_words
+from blocktrain.report.page import page
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
 
@@ -34,6 +35,15 @@ def test_a_run_in_blocks_says_what_was_saved_and_what_it_cost(make_run: MakeRun)
     assert "take 7.6 MiB instead of 19.8 MiB (62 % less) of it" in saved
     assert "of a full step's FLOPs (formula 0.667)" in saved
     assert "updated in 100 of 300 steps on average" in cost
+
+
+def test_the_page_shows_a_command_as_code_and_the_terminal_in_backticks(make_run: MakeRun) -> None:
+    folder = make_run("`a` <b>", sweeps=1, steps=10)
+    assert "`blocktrain compare` measures it" in sentences(folder)[-1]
+    html = page([RunRecord.load(folder)])
+    assert "<code>blocktrain compare</code> measures it" in html
+    assert "`a` &lt;b&gt;" in html
+    assert html.count("<code>") == 1
 
 
 def test_updates_are_weighted_by_parameters(make_run: MakeRun) -> None:

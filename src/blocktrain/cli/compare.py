@@ -27,7 +27,11 @@ def compare(options: argparse.Namespace) -> int:
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods:
         raise ConfigError("--methods names none; write for example --methods full,bcd")
-    search = Search(factors=_factors(options.lr_search), seeds=options.seeds)
+    try:
+        factors = tuple(float(part) for part in options.lr_search.split(",") if part.strip())
+    except ValueError:
+        wrong = f"not '{options.lr_search}'"
+        raise ConfigError(f"--lr-search must be numbers with commas, such as 0.5,1,2, {wrong}") from None
     usd_per_hour = None if options.card is None else price_of_card(options.card)
     out = options.out or numbered_folder(f"{config.name}-compare")
     try:
@@ -37,7 +41,7 @@ def compare(options: argparse.Namespace) -> int:
                 config,
                 methods,
                 out,
-                search=search,
+                search=Search(factors=factors, seeds=options.seeds),
                 listeners=lambda folder: [live, stack.enter_context(Trackers(config, folder))],
                 command=command_line(),
             )
@@ -54,15 +58,6 @@ def compare(options: argparse.Namespace) -> int:
             as_json=options.json,
         )
     return 0
-
-
-def _factors(text: str) -> tuple[float, ...]:
-    from blocktrain.errors import ConfigError
-
-    try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"--lr-search must be numbers with commas, such as 0.5,1,2, not '{text}'") from None
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

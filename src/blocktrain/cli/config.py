@@ -18,8 +18,7 @@ def config(options: argparse.Namespace) -> int:
     from blocktrain.train.config_docs import page, tables
 
     if options.json:
-        json.dump([asdict(item) for item in tables()], sys.stdout, indent=1)
-        print()
+        print(json.dumps([asdict(item) for item in tables()], indent=1))
     elif sys.stdout.isatty():
         Console().print(Markdown(page()))
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.probe import (
-    copy_rates,
-    device_memory_bytes,
-    file_rates,
-    host_memory_bytes,
-    matmul_rates,
-    multiplies,
-)
+from blocktrain.probe import copy_rates, device_memory_bytes, file_rates, host_memory_bytes, matmul_rates, multiplies
 from blocktrain.runtime import available_memory_bytes, environment, pick_device
 from blocktrain.units import format_bytes
 
@@ -44,8 +36,7 @@ def doctor(options: argparse.Namespace) -> int:
         },
     }
     if options.json:
-        json.dump(findings, sys.stdout, indent=1)
-        print()
+        print(json.dumps(findings, indent=1))
     else:
         _show(findings)
     return 0

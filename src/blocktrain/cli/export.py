@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from blocktrain.cli.command import Command, add_run_folder
@@ -33,21 +32,18 @@ def export(options: argparse.Namespace) -> int:
     out = export_run(folder, options.out, also=lambda place: write_card(folder, place))
     address = None if options.push is None else push(out, options.push, public=options.public)
     if options.json:
-        json.dump({"exported": str(out), "pushed": address}, sys.stdout)
-        print()
+        print(json.dumps({"exported": str(out), "pushed": address}))
         return 0
-    print(f"exported to {out}; {_how_to_load(out)}")
+    (name,) = json.loads((out / "config.json").read_text()).get("architectures") or [None]
+    if name is None:
+        how = "its weights are in model.safetensors, its depth in config.json: see blocktrain.resnet"
+    else:
+        loader = next((loader for end, loader in LOADERS.items() if name.endswith(end)), name)
+        how = f"load it with {loader}.from_pretrained({str(out)!r})"
+    print(f"exported to {out}; {how}")
     if address is not None:
         print(f"pushed to {address}")
     return 0
-
-
-def _how_to_load(out: Path) -> str:
-    (name,) = json.loads((out / "config.json").read_text()).get("architectures") or [None]
-    if name is None:
-        return "its weights are in model.safetensors, its depth in config.json: see blocktrain.resnet"
-    loader = next((loader for end, loader in LOADERS.items() if name.endswith(end)), name)
-    return f"load it with {loader}.from_pretrained({str(out)!r})"
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

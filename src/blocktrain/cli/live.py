@@ -87,11 +87,9 @@ class LiveLine:
         if not step.skipped:
             before = step.loss if self._smoothed is None else self._smoothed
             self._smoothed = 0.95 * before + 0.05 * step.loss
-        if self._task is not None and self._header is not None:
-            self._progress.update(self._task, completed=step.step, description=self._line(step, self._header))
-
-    def _line(self, step: Step, header: RunHeader) -> str:
-        total = header.steps_planned
+        if self._task is None or self._header is None:
+            return
+        header, total = self._header, self._header.steps_planned
         (then, before), (now, after) = self._recent[0], self._recent[-1]
         rate = (after - before) / (now - then) if now > then else 0.0
         parts = [
@@ -105,7 +103,8 @@ class LiveLine:
         ]
         if total and rate:
             parts.append(f"left {format_seconds((total - step.step) * header.tokens_per_step / rate)}")
-        return "  ".join(part for part in parts if part)
+        line = "  ".join(part for part in parts if part)
+        self._progress.update(self._task, completed=step.step, description=line)
 
     def _evaluation(self, evaluation: Evaluation) -> None:
         parts = [f"step {evaluation.step:>6}"]
@@ -113,18 +112,13 @@ class LiveLine:
             parts.append(f"block {evaluation.block}")
         if self._smoothed is not None:
             parts.append(f"training loss {self._smoothed:.3f}")
-        parts.append(f"validation {_losses(evaluation)}")
+        loss, per_byte = evaluation.loss, evaluation.loss_per_byte
+        parts.append(f"validation {loss:.4f}")
+        if per_byte is not None and abs(per_byte - loss) >= 0.01 * abs(loss):
+            parts[-1] += f" ({per_byte:.4f} per byte)"
         if evaluation.accuracy is not None:
             parts.append(f"accuracy {100 * evaluation.accuracy:.2f} %")
         if evaluation.exact_match is not None:
             parts.append(f"exact match {100 * evaluation.exact_match:.1f} %")
         parts.append(format_seconds(evaluation.seconds))
         self.console.print("  " + "  ".join(parts), markup=False, highlight=False)
-
-
-def _losses(evaluation: Evaluation) -> str:
-    """The loss per token, text or image, and the loss per byte where that is another figure."""
-    loss, per_byte = evaluation.loss, evaluation.loss_per_byte
-    if per_byte is None or abs(per_byte - loss) < 0.01 * abs(loss):
-        return f"{loss:.4f}"
-    return f"{loss:.4f} ({per_byte:.4f} per byte)"

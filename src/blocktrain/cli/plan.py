@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from blocktrain.plan.hardware import (
     load_calibration,
     load_hardware,
 )
-from blocktrain.plan.layout import TRAINING_METHODS, find_precision
+from blocktrain.plan.layout import TRAINING_METHODS, TrainingMethod, find_precision
 from blocktrain.plan.outcome import Outcome
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_up_to
@@ -57,10 +56,16 @@ def plan(options: argparse.Namespace) -> int:
 
         with storage_errors(options.html):
             options.html.write_text(plan_page(outcome), encoding="utf-8")
-    verified = _verify(request, best) if options.verify and best is not None else None
+    verified = None
+    if options.verify and best is not None:
+        from blocktrain.train.config import RunConfig
+        from blocktrain.train.track_plan_peak import tracked_peak
+
+        if best.layout.cards > 1:
+            raise ConfigError("--verify runs the step of one card; plan with --gpus 1")
+        verified = float(max(tracked_peak(RunConfig.from_mapping(train_config(request, best))).values()))
     if options.json:
-        json.dump(as_json(outcome, verified), sys.stdout, indent=1)
-        print()
+        print(json.dumps(as_json(outcome, verified), indent=1))
     else:
         show(outcome, Console(), verified)
         for path, what in ((options.out, "configuration"), (options.html, "page")):
@@ -73,7 +78,8 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
     """The request that the options describe, and the price of its cards; raises `ConfigError` for bad input."""
     spec = find_model(options.model)
     for name in ("seq", "gpus", "nodes", "rows", "cache_epochs"):
-        _positive(f"--{name.replace('_', '-')}", getattr(options, name))
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if spec.family == "gpt2" and options.seq > spec.positions:
         raise ConfigError(f"--seq {options.seq} is longer than the {spec.positions} positions of {spec.name}")
     rates, capacity = _machine(options, hardware)
@@ -83,15 +89,18 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
     if precision is not None and find_precision(precision).weight not in rates.matmul_flops:
         raise ConfigError(f"'{options.gpu}' has no fast matrix products in {precision}; use --precision fp32")
     cards = options.gpus * options.nodes
-    rows = max(options.rows, cards)
-    price = _price(options, hardware)
+    if options.price is None:
+        price = hardware.price(options.gpu.lower(), options.provider)
+    else:
+        given = Origin(kind="given", source="--price", date="now")
+        price = Price(usd_per_hour=Dollars.parse(options.price).amount, provider="--price", origin=given)
     return Request(
         spec=spec,
         card=options.gpu.lower(),
         cards=cards,
         tokens=parse_tokens(options.tokens),
         seq=options.seq,
-        rows=rows,
+        rows=max(options.rows, cards),
         rates=rates,
         capacity=capacity,
         usd_per_hour=None if price is None else price.usd_per_hour,
@@ -115,11 +124,6 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
     ), price
 
 
-def _positive(flag: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{flag} must be at least 1, not {value}")
-
-
 def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Capacity]:
     assumed = hardware.assumed
     host = options.host_memory or assumed.host_memory_gib_per_card
@@ -133,19 +137,15 @@ def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Ca
     return achievable(card, hardware), capacity
 
 
-def _price(options: argparse.Namespace, hardware: Hardware) -> Price | None:
-    if options.price is None:
-        return hardware.price(options.gpu.lower(), options.provider)
-    usd = Dollars.parse(options.price).amount
-    return Price(usd_per_hour=usd, provider="--price", origin=Origin(kind="given", source="--price", date="now"))
-
-
-def _methods(text: str) -> tuple[Any, ...]:
-    names = TRAINING_METHODS if text == "all" else tuple(name.strip() for name in text.split(","))
+def _methods(text: str) -> tuple[TrainingMethod, ...]:
+    if text == "all":
+        return TRAINING_METHODS
+    known: dict[str, TrainingMethod] = {method: method for method in TRAINING_METHODS}
+    names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in TRAINING_METHODS:
-            raise ConfigError(f"method '{name}' is unknown; {nearest(name, [*TRAINING_METHODS, 'all'])}")
-    return names
+        if name not in known:
+            raise ConfigError(f"method '{name}' is unknown; {nearest(name, [*known, 'all'])}")
+    return tuple(known[name] for name in names)
 
 
 def _blocks(text: str, most: int) -> int | None:
@@ -220,13 +220,3 @@ def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
     )
     with storage_errors(path):
         path.write_text(toml(train_config(request, best), head), encoding="utf-8")
-
-
-def _verify(request: Request, best: Candidate) -> float:
-    """Peak bytes of the best layout that a tracker finds, on fake tensors: of the configuration that --out writes."""
-    from blocktrain.train.config import RunConfig
-    from blocktrain.train.track_plan_peak import tracked_peak
-
-    if best.layout.cards > 1:
-        raise ConfigError("--verify runs the step of one card; plan with --gpus 1")
-    return float(max(tracked_peak(RunConfig.from_mapping(train_config(request, best))).values()))

@@ -45,11 +45,10 @@ def numbered_folder(name: str) -> Path:
     Under torchrun always `runs/NAME`, so that all processes agree, and so does the job when it is started again.
     """
     base = Path("runs") / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
-    number = 1
-    if is_launched():
-        return base
-    while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
+    path, number = base, 1
+    while path.exists() and not is_launched():
         number += 1
+        path = base.with_name(f"{base.name}-{number}")
     return path
 
 

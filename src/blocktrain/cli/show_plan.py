@@ -49,7 +49,13 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
                 f"Verified: a tracker finds a peak of {format_bytes(verified)}; the plan differs by {share:+.1%}.",
                 highlight=False,
             )
-        _multipliers(outcome, best, console)
+        if best.layout.blocks > 1 and best.dollars is not None and best.step_dollars is not None:
+            costs = at_multipliers(best, request.multiplier.value)
+            console.print(
+                f"\nA step costs ${float(best.step_dollars.amount):.2g}. Training to the same loss costs, by B-F "
+                "multiplier:\n" + ", ".join(f"{usd} at {value:g} ({name})" for name, value, usd in costs),
+                highlight=False,
+            )
     else:
         _nothing_fits(outcome, console)
     console.print(_alternatives(outcome, console.width))
@@ -129,17 +135,6 @@ def _cells(
     return name, text(size), f"[cyan]{'█' * round(share * width)}[/cyan]{'░' * (width - round(share * width))}"
 
 
-def _multipliers(outcome: Outcome, best: Candidate, console: Console) -> None:
-    if best.layout.blocks == 1 or best.dollars is None or best.step_dollars is None:
-        return
-    costs = at_multipliers(best, outcome.request.multiplier.value)
-    console.print(
-        f"\nA step costs ${float(best.step_dollars.amount):.2g}. Training to the same loss costs, by B-F multiplier:\n"
-        + ", ".join(f"{usd} at {value:g} ({name})" for name, value, usd in costs),
-        highlight=False,
-    )
-
-
 def _alternatives(outcome: Outcome, width: int) -> Table:
     """One row per other way. A narrow terminal has no room for the time of a step."""
     table = _table("\nThe same tokens by other means")
@@ -159,10 +154,9 @@ def _alternatives(outcome: Outcome, width: int) -> Table:
 
 
 def _in_words(layout: Layout) -> str:
-    how_many = {"full": "in full", "offload": "in full with the optimizer on the host"}
-    if layout.method in how_many:
-        return f"{how_many[layout.method]}, {layout.precision.name}"
-    return f"in {layout.blocks} {'block' if layout.blocks == 1 else 'blocks'}, {layout.precision.name}"
+    in_blocks = f"in {layout.blocks} {'block' if layout.blocks == 1 else 'blocks'}"
+    how = {"full": "in full", "offload": "in full with the optimizer on the host"}.get(layout.method, in_blocks)
+    return f"{how}, {layout.precision.name}"
 
 
 def _nothing_fits(outcome: Outcome, console: Console) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from decimal import Decimal
@@ -18,10 +17,10 @@ from blocktrain.errors import ConfigError
 from blocktrain.plan.hardware import load_hardware
 from blocktrain.report.comparison_table import comparison_rows, comparison_table
 from blocktrain.report.in_words import in_words
-from blocktrain.report.multiplier import MeasuredMultiplier, loss_of, multipliers, multipliers_text
+from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.page import write_report
 from blocktrain.report.run import RunRecord
-from blocktrain.report.summary import Summary, summaries_of
+from blocktrain.report.summary import summaries_of
 from blocktrain.report.summary_table import table
 
 
@@ -31,10 +30,10 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
     write_report(folders, page)
     runs = [RunRecord.load(folder) for folder in folders]
     if as_json:
-        json.dump(figures_of(runs, page), sys.stdout, indent=1)
-        print()
+        print(json.dumps(figures_of(runs, page), indent=1))
         return
-    summaries, compared = _side_by_side(runs)
+    summaries = summaries_of(runs)
+    compared = multipliers(runs, [item.name for item in summaries])
     console = Console()
     console.print()
     console.print(table(summaries))
@@ -49,14 +48,10 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
 
 def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
     """The runs' figures as plain data."""
-    summaries, compared = _side_by_side(runs)
+    summaries = summaries_of(runs)
+    compared = multipliers(runs, [item.name for item in summaries])
     figures = [{**asdict(item), "multiplier": item.value} for item in compared]
     return {"runs": [item.to_json() for item in summaries], "multipliers": figures, "report": str(page)}
-
-
-def _side_by_side(runs: Sequence[RunRecord]) -> tuple[list[Summary], list[MeasuredMultiplier]]:
-    summaries = summaries_of(runs)
-    return summaries, multipliers(runs, [item.name for item in summaries])
 
 
 MOST_COLUMNS = 3  # runs whose figures a terminal shows side by side
@@ -92,8 +87,7 @@ def show_comparison(
     page.with_name("comparison_rows.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if as_json:
         write_report(folders, page)
-        json.dump({**figures_of(runs, page), **figures}, sys.stdout, indent=1)
-        print()
+        print(json.dumps({**figures_of(runs, page), **figures}, indent=1))
         return
     console = Console()
     if len(runs) <= MOST_COLUMNS:

@@ -61,7 +61,10 @@ def cached_folder(home: Path, kind: str, *, key: object, state: object, write: C
                 part.mkdir()
                 (part / "key.json").write_text(json.dumps(key, indent=1))
                 write(part)
-                _sync(part)
+                for path in part.rglob("*"):  # a power cut must not leave a complete name without its content
+                    if path.is_file():
+                        with path.open("rb") as file:
+                            os.fsync(file.fileno())
                 part.rename(folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
@@ -83,11 +86,3 @@ def _locked(path: Path) -> Iterator[None]:
         with storage_errors(path):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync(folder: Path) -> None:
-    """Flush the data to the disk before the rename: a power cut must not leave a complete name without its content."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

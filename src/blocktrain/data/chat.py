@@ -181,14 +181,24 @@ class ChatRows:
         except (OSError, ValueError, IndexError) as error:
             raise DataError(f"'{folder}' is not a folder of rendered conversations ({error}); delete it") from error
         lengths = np.diff(self._starts)
-        self.num_too_long = int((lengths > row_tokens).sum())
-        self._kept = self._learnable(lengths)
+        too_many = lengths > row_tokens
+        self.num_too_long = int(too_many.sum())
+        fits = np.flatnonzero(~too_many if too_long == "drop" else np.full(len(lengths), True)).tolist()
+        # The conversations that fit and have a token to learn.
+        self._kept = np.array([index for index in fits if self._learned(index).any()], np.int64)
         if not len(self._kept):
             raise DataError(
                 f"none of the {len(lengths)} conversations fits into a row of {row_tokens} tokens (the shortest has "
                 f"{lengths.min()}); raise row_tokens, or set too_long = 'truncate'"
             )
-        self._warn_about_what_does_not_fit(len(lengths))
+        if self.num_too_long:
+            treatment = "left out" if too_long == "drop" else "cut off"
+            logger.warning(
+                "%d of %d %s conversations are longer than %d tokens and are %s (row_tokens, too_long)",
+                *(self.num_too_long, len(lengths), folder.name, row_tokens, treatment),
+            )
+        if empty := len(fits) - len(self._kept):
+            logger.warning("%d of %d %s conversations have nothing to learn", empty, len(lengths), folder.name)
         fitted = np.minimum(lengths[self._kept], row_tokens)
         rows = best_fit(fitted, row_tokens) if layout == "packed" else [[index] for index in range(len(self._kept))]
         self._rows = [self._kept[row] for row in rows]
@@ -254,13 +264,6 @@ class ChatRows:
         start = int(before[-1]) + 1 if len(before) else 0
         return ids[:start], ids[start:stop]
 
-    # -- parts ----------------------------------------------------------------------------------------------------
-
-    def _learnable(self, lengths: np.ndarray) -> np.ndarray:
-        """The conversations that fit and have a token to learn, as int64 indices (N,)."""
-        fits = lengths <= self.row_tokens if self.too_long == "drop" else np.full(len(lengths), True)
-        return np.array([index for index in np.flatnonzero(fits).tolist() if self._learned(index).any()], np.int64)
-
     def _learned(self, conversation: int) -> np.ndarray:
         """Which tokens are learned: the assistant's, except the first of all, which nothing predicts; bool (T,)."""
         learned = self._trained[self._span(conversation)].copy()
@@ -274,17 +277,6 @@ class ChatRows:
     @cached_property
     def _weights(self) -> np.ndarray:
         return np.array([sum(int(self._learned(at).sum()) for at in row) for row in self._rows], np.int64)
-
-    def _warn_about_what_does_not_fit(self, count: int) -> None:
-        if self.num_too_long:
-            treatment = "left out" if self.too_long == "drop" else "cut off"
-            logger.warning(
-                "%d of %d %s conversations are longer than %d tokens and are %s (row_tokens, too_long)",
-                *(self.num_too_long, count, self.folder.name, self.row_tokens, treatment),
-            )
-        empty = count - len(self._kept) - (self.num_too_long if self.too_long == "drop" else 0)
-        if empty:
-            logger.warning("%d of %d %s conversations have nothing to learn", empty, count, self.folder.name)
 
 
 def _describe(config: ChatConfig) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktrain.data.records import require_text
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, first_line
 
@@ -51,7 +52,7 @@ def _pair(record: Mapping[str, object], place: str) -> list[Message]:
         if prompt in record and answer in record:
             user = _side(record[prompt], "user", prompt, place)
             if prompt == "instruction" and record.get("input"):
-                user[-1]["content"] += "\n\n" + _text(record["input"], "input", place)
+                user[-1]["content"] += "\n\n" + require_text(record["input"], "input", place)
             return [*user, *_side(record[answer], "assistant", answer, place)]
     pairs = ", ".join(f"{prompt} and {answer}" for prompt, answer in _PAIRS)
     raise DataError(
@@ -62,7 +63,7 @@ def _pair(record: Mapping[str, object], place: str) -> list[Message]:
 def _side(value: object, role: str, field: str, place: str) -> list[Message]:
     if isinstance(value, list):
         return _messages(value, field, place)
-    return [{"role": role, "content": _text(value, field, place)}]
+    return [{"role": role, "content": require_text(value, field, place)}]
 
 
 def _messages(value: object, field: str, place: str) -> list[Message]:
@@ -74,12 +75,6 @@ def _messages(value: object, field: str, place: str) -> list[Message]:
                 f"{place}: each message in '{field}' must have a role and a content, not {str(message)[:80]!r}"
             )
     return [dict(message) for message in value]
-
-
-def _text(value: object, field: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{place}: field '{field}' is {type(value).__name__}, not text")
-    return value
 
 
 # For tokenizers without a template: roles as words, and the end-of-text token after each answer.

@@ -6,7 +6,7 @@ A kind is one file: a configuration dataclass, a function that opens it, and a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -98,14 +98,6 @@ class OpenData(Protocol[ConfigT_contra]):
         ...
 
 
-class DescribeData(Protocol[ConfigT_contra]):
-    """Describes the data of one configuration."""
-
-    def __call__(self, config: ConfigT_contra, /) -> str:
-        """One sentence in Markdown."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataKind(Generic[ConfigT]):
     """A kind of training data.
@@ -113,7 +105,7 @@ class DataKind(Generic[ConfigT]):
     name: the table of the TOML file that configures it.
     config: the dataclass that the table maps to; it is keyword-only and checks its own values.
     open: reads the data, or finds them in the cache.
-    describe: the "Data" section of a model card.
+    describe: the "Data" section of a model card: one sentence in Markdown.
     has_vocabulary: the model predicts the next token, so its loss can be computed in chunks of tokens.
     can_generate: the data have prompts whose answers the model can be asked to write.
     has_variants: training rows can be augmented, in a limited number of variants.
@@ -122,7 +114,7 @@ class DataKind(Generic[ConfigT]):
     name: str
     config: type[ConfigT]
     open: OpenData[ConfigT]
-    describe: DescribeData[ConfigT]
+    describe: Callable[[ConfigT], str]
     has_vocabulary: bool = False
     can_generate: bool = False
     has_variants: bool = False

@@ -85,8 +85,13 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     def write(folder: Path) -> None:
         train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
         labels = _encode(train, config, tokenizer, folder / "train")
-        others = _encode(_shuffled(validation), config, tokenizer, folder / "validation")
-        classes = _sorted(set(labels))
+        # In a fixed random order: an evaluation takes the first rows, and many files are sorted by class.
+        in_file_order = list(validation)
+        shuffled = [in_file_order[index] for index in permutation(len(in_file_order), 0)]
+        others = _encode(shuffled, config, tokenizer, folder / "validation")
+        classes = sorted(set(labels))
+        if all(name.isdecimal() for name in classes):
+            classes.sort(key=int)
         if unknown := sorted(set(others) - set(classes)):
             raise DataError(f"validation texts have the class '{unknown[0]}', which no training text has")
         numbers = {name: number for number, name in enumerate(classes)}
@@ -95,7 +100,8 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
         (folder / "classes.json").write_text(json.dumps(classes))
 
     folder = cached_folder(home, "labelled", key=key, state=[corpus.state() for corpus in corpora], write=write)
-    pad = padding_token(tokenizer)
+    pad = tokenizer.pretrained.pad_token_id
+    pad = pad if isinstance(pad, int) else tokenizer.eos
     train, validation = (
         LabelledRows(folder / name, row_tokens=config.row_tokens, pad=pad) for name in ("train", "validation")
     )
@@ -112,24 +118,6 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     )
 
 
-def padding_token(tokenizer: Tokenizer) -> int:
-    """The id that fills up texts: the tokenizer's padding token, or its end-of-text token where it has none."""
-    pad = tokenizer.pretrained.pad_token_id
-    return pad if isinstance(pad, int) else tokenizer.eos
-
-
-def _shuffled(documents: Iterable[Document]) -> list[Document]:
-    """In a fixed random order: an evaluation takes the first rows, and many files are sorted by class."""
-    in_file_order = list(documents)
-    return [in_file_order[index] for index in permutation(len(in_file_order), 0)]
-
-
-def _sorted(names: Iterable[str]) -> list[str]:
-    """Numbers sorted by value, other names alphabetically."""
-    names = sorted(names)
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
-
-
 def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Write all texts end to end, with the special tokens that an encoder expects: `tokens.bin`, uint32, and
     `starts.npy`, int64, where each text begins and the last one ends. Returns the labels."""
@@ -144,25 +132,20 @@ def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: To
 
     with (folder / "tokens.bin").open("wb") as tokens:
         for document in documents:
-            text, label = _fields(document, config)
-            texts.append(text)
-            labels.append(label)
+            record, place = record_of(document), f"'{document.id}'"
+            for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
+                if field not in record:
+                    raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
+            label = record[config.label_field]
+            if not isinstance(label, str | int):
+                raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
+            texts.append(require_text(record[config.text_field], config.text_field, place))
+            labels.append(str(label))
             if len(texts) == _TEXTS_PER_BATCH:
                 flush()
         flush()
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     return labels
-
-
-def _fields(document: Document, config: LabelledConfig) -> tuple[str, str]:
-    record, place = record_of(document), f"'{document.id}'"
-    for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
-        if field not in record:
-            raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
-    label = record[config.label_field]
-    if not isinstance(label, str | int):
-        raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
-    return require_text(record[config.text_field], config.text_field, place), str(label)
 
 
 class LabelledRows:

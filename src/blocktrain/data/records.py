@@ -88,22 +88,25 @@ Record = dict[str, Any]  # the fields of a row, of any JSON type
 
 def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
     """The non-empty documents of `file`; a file with an unknown ending is read as one text."""
+    path = file.path
     try:
-        match file.path.suffix:
+        match path.suffix:
             case ".jsonl":
-                rows = _json_texts(file.path, text_field)
+                rows = ((row, record, f"'{path}' line {row + 1}") for row, record in _json_lines(path))
             case ".parquet" | ".arrow":
-                rows = _table_texts(file.path, text_field)
+                records = enumerate(table_rows(path, [text_field], setting="text_field"))
+                rows = ((row, record, f"'{path}' row {row}") for row, record in records)
             case _:
-                text = decode(file.path.read_bytes(), f"'{file.path}'")
-                rows = iter(())
-                if text:
+                rows = ()
+                if text := decode(path.read_bytes(), f"'{path}'"):
                     yield Document(id=file.id, text=text)
-        for row, text in rows:
-            if text:
+        for row, record, place in rows:
+            if text_field not in record:
+                raise DataError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
+            if text := require_text(record[text_field], text_field, place):
                 yield Document(id=f"{file.id}#{row}", text=text)
     except OSError as error:
-        raise DataError(f"cannot read '{file.path}': {error.strerror or error}") from error
+        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
 
 
 def file_records(file: SourceFile) -> Iterator[Document]:
@@ -141,25 +144,20 @@ def require_text(value: object, field: str, place: str) -> str:
     return value
 
 
-def _table_texts(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    for row, record in enumerate(table_rows(path, [text_field], setting="text_field")):
-        yield row, require_text(record[text_field], text_field, f"'{path}' row {row}")
-
-
-def _json_texts(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    for row, record in _json_lines(path):
-        place = f"'{path}' line {row + 1}"
-        if text_field not in record:
-            raise DataError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
-        yield row, require_text(record[text_field], text_field, place)
-
-
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
     match path.suffix:
         case ".jsonl":
             yield from _json_lines(path)
         case ".json":
-            yield from enumerate(_json_list(path))
+            try:
+                records = json.loads(decode(path.read_bytes(), f"'{path}'"))
+            except ValueError as error:
+                raise DataError(f"'{path}' is not JSON: {error}") from error
+            if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+                raise DataError(
+                    f"'{path}' must be one JSON list of objects; one object per line belongs in a .jsonl file"
+                )
+            yield from enumerate(records)
         case ".csv" | ".tsv":
             yield from enumerate(_separated(path, "," if path.suffix == ".csv" else "\t"))
         case ".parquet" | ".arrow":
@@ -181,16 +179,6 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
             if not isinstance(record, dict):
                 raise DataError(f"{place} is a JSON {type(record).__name__}; each line must be an object with fields")
             yield row, record
-
-
-def _json_list(path: Path) -> list[Record]:
-    try:
-        records = json.loads(decode(path.read_bytes(), f"'{path}'"))
-    except ValueError as error:
-        raise DataError(f"'{path}' is not JSON: {error}") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise DataError(f"'{path}' must be one JSON list of objects; one object per line belongs in a .jsonl file")
-    return records
 
 
 def _separated(path: Path, delimiter: str) -> Iterator[Record]:

@@ -55,16 +55,12 @@ class ShuffledRows:
         pieces = [np.empty(0, np.int64)]
         while start < stop:
             epoch, place = divmod(start, self.num_rows)
-            piece = self._permutation(epoch)[place : place + stop - start]
-            pieces.append(piece)
-            start += len(piece)
+            if epoch not in self._permutations:
+                kept = {other: rows for other, rows in self._permutations.items() if other == epoch - 1}
+                self._permutations = {**kept, epoch: permutation(self.num_rows, self.seed, epoch)}
+            pieces.append(self._permutations[epoch][place : place + stop - start])
+            start += len(pieces[-1])
         return np.concatenate(pieces)
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            kept = {other: rows for other, rows in self._permutations.items() if other == epoch - 1}
-            self._permutations = {**kept, epoch: permutation(self.num_rows, self.seed, epoch)}
-        return self._permutations[epoch]
 
 
 def rank_share(indices: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:

@@ -58,12 +58,24 @@ def cut(document: Document, share: float) -> tuple[Document, Document]:
 def open_sources(source: str, validation: str | None, *, text_field: str | None, cache: Path) -> list[Corpus]:
     """The corpus to train on and the corpus to validate on; a single one where `validation` is None.
 
-    text_field, cache: see `open_corpus`. Raises `DataError` if the two overlap.
+    text_field, cache: see `open_corpus`. Raises `DataError` if the two share a file (they may be folders that overlap)
+    or are one data set.
     """
     names = [source] if validation is None else [source, validation]
     corpora = [open_corpus(name, text_field=text_field, cache=cache) for name in names]
-    if len(corpora) == 2:
-        _require_disjoint(names, corpora)
+    train, other = corpora[0], corpora[-1]
+    if validation is None:
+        return corpora
+    if isinstance(train, FileCorpus) and isinstance(other, FileCorpus):
+        training_files = {file.path.resolve() for file in train.files.get("train", ())}
+        for file in other.files[_validation_split(other) or "train"]:
+            if file.path.resolve() in training_files:
+                raise DataError(
+                    f"'{file.path}' would be in both source '{source}' and validation '{validation}'; "
+                    "leave validation out to hold out a share of the source"
+                )
+    elif train.name == other.name and _validation_split(other) is None:
+        raise DataError(f"source and validation are both '{train.name}', which has no validation split")
     return corpora
 
 
@@ -102,21 +114,6 @@ def _validation_split(corpus: Corpus) -> Split | None:
         if split in corpus.splits:
             return split
     return None
-
-
-def _require_disjoint(names: list[str], corpora: list[Corpus]) -> None:
-    """Raise `DataError` if the two corpora share a file (they may be folders that overlap) or are one data set."""
-    train, other = corpora
-    if isinstance(train, FileCorpus) and isinstance(other, FileCorpus):
-        training_files = {file.path.resolve() for file in train.files.get("train", ())}
-        for file in other.files[_validation_split(other) or "train"]:
-            if file.path.resolve() in training_files:
-                raise DataError(
-                    f"'{file.path}' would be in both source '{names[0]}' and validation '{names[1]}'; "
-                    "leave validation out to hold out a share of the source"
-                )
-    elif train.name == other.name and _validation_split(other) is None:
-        raise DataError(f"source and validation are both '{train.name}', which has no validation split")
 
 
 def _require_any(documents: Iterable[Document], otherwise: str) -> Iterator[Document]:

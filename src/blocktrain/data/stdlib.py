@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from blocktrain.data.document import Split, hash_fraction
@@ -41,24 +40,17 @@ def stdlib_files() -> Files:
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[Split, list[SourceFile]] = {"train": [], "validation": []}
     for module in sorted(sys.stdlib_module_names - _REMOVED - _SHIPPED_SEPARATELY - _NOT_CODE):
-        if not module.startswith("_"):
-            for path in _sources(root, module):
-                name = path.relative_to(root).as_posix()
-                split: Split = "validation" if hash_fraction(_module_name(name)) < VALIDATION_SHARE else "train"
-                found[split].append(SourceFile(id=name, path=path))
+        if module.startswith("_"):
+            continue
+        single = root / f"{module}.py"
+        for path in [*([single] if single.is_file() else []), *sorted((root / module).rglob("*.py"))]:
+            if {"test", "tests"} & set(path.relative_to(root).parts):
+                continue
+            name = path.relative_to(root).as_posix()
+            # A module that became a package (`json.py`, `json/__init__.py`) stays in its split.
+            dotted = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            split: Split = "validation" if hash_fraction(dotted) < VALIDATION_SHARE else "train"
+            found[split].append(SourceFile(id=name, path=path))
     if not (found["train"] and found["validation"]):
         raise DataError(f"the standard library at '{root}' has no source files; give a file or a folder as the source")
     return {split: tuple(files) for split, files in found.items()}
-
-
-def _sources(root: Path, module: str) -> Iterator[Path]:
-    if (root / f"{module}.py").is_file():
-        yield root / f"{module}.py"
-    for path in sorted((root / module).rglob("*.py")):
-        if not {"test", "tests"} & set(path.relative_to(root).parts):
-            yield path
-
-
-def _module_name(path: str) -> str:
-    """The module of a file: a module that became a package (`json.py`, `json/__init__.py`) stays in its split."""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

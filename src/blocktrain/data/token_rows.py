@@ -107,7 +107,7 @@ class TokenRows:
             stop = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self.meta.tokens
             slices.append(
                 DocumentSlice(
-                    document=self._ids[document].as_py(),
+                    document=self._table.column("id")[document].as_py(),
                     offset=max(begin - start, 0),
                     start=max(start - begin, 0),
                     stop=min(stop, end) - begin,
@@ -123,7 +123,3 @@ class TokenRows:
     @cached_property
     def _starts(self) -> np.ndarray:
         return self._table.column("start").to_numpy()
-
-    @property
-    def _ids(self) -> pa.ChunkedArray:
-        return self._table.column("id")

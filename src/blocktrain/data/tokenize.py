@@ -63,7 +63,12 @@ def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, fold
         pa.ipc.new_file(file, DOCUMENTS) as table,
     ):
         for batch in _batches(documents):
-            counts["text_bytes"] += sum(_text_bytes(document) for document in batch)
+            for document in batch:
+                try:
+                    counts["text_bytes"] += len(document.text.encode())
+                except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is not a character
+                    half = f"half of a surrogate pair at character {error.start}"
+                    raise DataError(f"document '{document.id}' has {half}, which is not text") from error
             encoded = [
                 np.append(ids, tokenizer.eos).astype(empty.dtype)
                 for ids in tokenizer.encode([document.text for document in batch])
@@ -91,12 +96,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _text_bytes(document: Document) -> int:
-    try:
-        return len(document.text.encode())
-    except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is not a character
-        raise DataError(
-            f"document '{document.id}' has half of a surrogate pair at character {error.start}, which is not text"
-        ) from error

@@ -81,41 +81,32 @@ class ByteTokenizer:
 
     @property
     def pretrained(self) -> PreTrainedTokenizerBase:
-        """An equivalent Hugging Face tokenizer, created on first use.
+        """An equivalent Hugging Face tokenizer: a byte-level model without merges, created on first use.
 
         Both produce the same ids, except for a text that contains `<|endoftext|>`: Hugging Face encodes that as the end
         of a document, this class as 13 bytes.
         """
-        if self._pretrained is None:
-            self._pretrained = _byte_level()
+        if self._pretrained is not None:
+            return self._pretrained
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        # The letter of each byte (GPT-2's `bytes_to_unicode`): printable bytes stand for themselves; the others are
+        # assigned, in order, the letters from U+0100.
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = iter(range(0x100, 0x200))
+        letters = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        backend = Backend(models.BPE(vocab=letters, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
+        backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        self._pretrained = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
         return self._pretrained
 
     def save(self, folder: Path) -> None:
         """Write the equivalent Hugging Face tokenizer."""
         _save(self.pretrained, folder)
-
-
-def _byte_level() -> PreTrainedTokenizerBase:
-    """A byte-level model without merges."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
-
-
-def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's `bytes_to_unicode`).
-
-    Printable bytes stand for themselves; the others are assigned, in order, the letters from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 class HuggingFaceTokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blocktrain.plan.cost import break_even
-from blocktrain.plan.fit import Candidate, Fit, Request, fit
+from blocktrain.plan.fit import Candidate, Request, fit
 from blocktrain.plan.hardware import GIB, THIS_MACHINE, Hardware, achievable
 from blocktrain.plan.layout import PRECISION_SPECS
 
@@ -27,26 +27,19 @@ class Alternative:
 
 
 def alternatives(request: Request, hardware: Hardware, best: Candidate | None) -> list[Alternative]:
-    """Full training on these cards and on others, each on as few cards as it fits on, of these at least as many as
-    requested."""
+    """Full training on the requested cards and on others, each on the fewest that it fits on: of the requested kind at
+    least the requested number."""
     found = []
     for label, other in _requests(request, hardware):
         first = other.cards if other.card == request.card else 1
-        counts = [count for count in CARD_COUNTS if count > first and count <= request.rows]
-        for count in [first, *counts]:
-            outcome: Fit = fit(replace(other, cards=count))
-            if outcome.candidates:
-                cheapest = outcome.candidates[0]
-                found.append(
-                    Alternative(
-                        label=label, card=other.card, cards=count, candidate=cheapest,
-                        break_even=_break_even(request, best, cheapest),
-                    )
-                )  # fmt: skip
-                break
-        else:
-            most = counts[-1] if counts else first
-            found.append(Alternative(label=label, card=other.card, cards=most, candidate=None, break_even=None))
+        counts = [first, *(count for count in CARD_COUNTS if first < count <= request.rows)]
+        tried = ((count, fit(replace(other, cards=count)).candidates) for count in counts)
+        cards, candidates = next((pair for pair in tried if pair[1]), (counts[-1], ()))
+        cheapest = candidates[0] if candidates else None
+        even = None  # dollars are not compared with card-seconds
+        if best and cheapest and best.layout.blocks > 1 and (best.dollars is None) == (cheapest.dollars is None):
+            even = break_even(best.cost / request.multiplier.value, cheapest.cost)
+        found.append(Alternative(label=label, card=other.card, cards=cards, candidate=cheapest, break_even=even))
     return found
 
 
@@ -75,18 +68,6 @@ def _requests(request: Request, hardware: Hardware) -> Iterator[tuple[str, Reque
                 usd_per_hour=price.usd_per_hour,
             ),
         )  # fmt: skip
-
-
-def _break_even(request: Request, best: Candidate | None, other: Candidate) -> float | None:
-    """Compares dollars, or card-hours where neither has a price."""
-    if best is None or best.layout.blocks == 1:
-        return None
-    if best.dollars is not None and other.dollars is not None:
-        return break_even(float(best.dollars.amount) / request.multiplier.value, float(other.dollars.amount))
-    if best.dollars is None and other.dollars is None:
-        spent = best.seconds * best.layout.cards / request.multiplier.value
-        return break_even(spent, other.seconds * other.layout.cards)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,10 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
         "checkpoint": {"every": every},
     }
     if layout.cache != "off":
-        values["sampling"] = {"scope": "sweep", "rate": _rate(request, chosen)}
+        # The cached subset as a share of the training set, which is taken to be the tokens of the request.
+        subset = chosen.visit_steps * request.rows * request.seq / request.cache_epochs
+        rate = max(1e-6, min(1.0, float(f"{subset / request.tokens:.4g}")))
+        values["sampling"] = {"scope": "sweep", "rate": rate}
         values["schedule"]["visit"] = f"{request.cache_epochs} epochs"
     return values
 
@@ -40,13 +43,11 @@ def train_config(request: Request, chosen: Candidate) -> dict[str, Any]:
 def step_config(spec: ModelSpec, layout: Layout, *, seq: int, rows: int) -> dict[str, Any]:
     """What decides a step: precision and the tables of model, data, blocks, cache, optimizer, memory and batch. Raises
     `ConfigError` for a layout that `blocktrain train` cannot run yet."""
-    missing = [
-        (layout.cards > 1, "several cards; plan with --gpus 1"),
-        (layout.method == "offload", "an optimizer on the host; plan with --method bcd"),
-    ]
-    for is_missing, what in missing:
-        if is_missing:
-            raise ConfigError(f"'blocktrain train' cannot run this layout yet. It does not support {what}")
+    refusal = "'blocktrain train' cannot run this layout yet. It does not support"
+    if layout.cards > 1:
+        raise ConfigError(f"{refusal} several cards; plan with --gpus 1")
+    if layout.method == "offload":
+        raise ConfigError(f"{refusal} an optimizer on the host; plan with --method bcd")
     blocks: dict[str, Any] = {"count": layout.blocks} if layout.largest is None else {"largest": layout.largest}
     if layout.pieces != "layers":
         blocks["pieces"] = layout.pieces
@@ -74,12 +75,6 @@ def step_config(spec: ModelSpec, layout: Layout, *, seq: int, rows: int) -> dict
         "memory": memory,
         "batch": {"rows": rows, "micro_rows": layout.micro_rows},
     }
-
-
-def _rate(request: Request, chosen: Candidate) -> float:
-    """The cached subset as a share of the training set. The training set is taken to be the tokens of the request."""
-    subset = chosen.visit_steps * request.rows * request.seq / request.cache_epochs
-    return max(1e-6, min(1.0, float(f"{subset / request.tokens:.4g}")))
 
 
 def toml(values: dict[str, Any], head: str = "") -> str:

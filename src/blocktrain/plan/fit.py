@@ -11,11 +11,11 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import product
-from typing import TYPE_CHECKING
 
+from blocktrain.chain.partition_config import Pieces
 from blocktrain.plan.cost import SAME_TOKENS, BFMultiplier, price_of
 from blocktrain.plan.hardware import GIB, Rates
 from blocktrain.plan.layout import (
@@ -34,9 +34,6 @@ from blocktrain.plan.shapes import cut_up_to, widest_row
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.plan.step import Setting, StepTime, step_time
 from blocktrain.units import Dollars
-
-if TYPE_CHECKING:  # that module imports PyTorch
-    from blocktrain.chain.partition import Pieces
 
 BLOCK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FINER = (1, 3)  # blocks of a layer's size, and of a third of it, when nothing larger fits
@@ -60,9 +57,9 @@ class Capacity:
     disk: float
     fragmentation: float = 0.0
 
-    def holds(self, peak: float) -> bool:
-        """Whether a peak of so many bytes fits on a card, with what the allocator wastes."""
-        return peak * (1 + self.fragmentation) <= self.card
+    def taken(self, peak: float) -> float:
+        """Bytes that a peak takes of a card, with what the allocator wastes."""
+        return peak * (1 + self.fragmentation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +98,6 @@ class Request:
     budget: Dollars | None = None
     deadline: float | None = None  # seconds
 
-    @property
-    def setting(self) -> Setting:
-        """What `step_time` needs of it."""
-        return Setting(
-            seq=self.seq,
-            rows=self.rows,
-            rates=self.rates,
-            cards_per_node=self.cards_per_node,
-            overlap=self.overlap,
-            cache_epochs=float(self.cache_epochs),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -130,10 +115,15 @@ class Candidate:
     exceeded: tuple[str, ...] = ()  # "budget", "deadline"
 
     @property
+    def cost(self) -> float:
+        """Dollars, or card-seconds where no price is known."""
+        return float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
+
+    @property
     def rank(self) -> tuple[float, ...]:
         """The smallest is the best: first within the limits, then cheap, then fast, then exact, then simple."""
-        cost = float(self.dollars.amount) if self.dollars is not None else self.seconds * self.layout.cards
-        return (len(self.exceeded), cost, self.seconds, self.layout.losses, self.layout.pipeline + self.layout.shards)
+        layout = self.layout
+        return (len(self.exceeded), self.cost, self.seconds, layout.losses, layout.pipeline + layout.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +148,7 @@ class Fit:
     """The candidates, best first; where nothing fits, the layout that comes nearest to fitting."""
 
     candidates: tuple[Candidate, ...] = ()
-    overflow: Overflow | None = field(default=None)
+    overflow: Overflow | None = None
 
 
 def fit(request: Request) -> Fit:
@@ -197,23 +187,14 @@ def _fit(request: Request, tried: Iterator[Layout]) -> Fit:
     return Fit(candidates=tuple(best.values()), overflow=None if found else nearest)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """How a model and its rows are spread over the cards."""
-
-    data: int
-    pipeline: int
-    shards: int
-
-
 def layouts(request: Request) -> Iterator[Layout]:
     """All layouts but those of `saving_layouts`; `_largest_micro_batch` and `_tiers` complete them."""
     if request.frozen == "host" or request.largest is not None:
         return
     for method in request.methods:
         for precision in _precisions(request, method):
-            for spread in _spreads(request, method, precision):
-                choices = product(_blocks(request, method, spread.pipeline), _activation_savings(request))
+            for data, pipeline, shards in _spreads(request, method, precision):
+                choices = product(_blocks(request, method, pipeline), _activation_savings(request))
                 for blocks, (checkpointing, chunk) in choices:
                     yield Layout(
                         method=method,
@@ -224,30 +205,26 @@ def layouts(request: Request) -> Iterator[Layout]:
                         state=request.state or "host",
                         checkpointing=checkpointing,
                         loss_chunk=chunk,
-                        data=spread.data,
-                        pipeline=spread.pipeline,
-                        shards=spread.shards,
+                        data=data,
+                        pipeline=pipeline,
+                        shards=shards,
                     )
 
 
-def _spreads(request: Request, method: TrainingMethod, precision: PrecisionSpec) -> list[_Spread]:
-    """The ways to use all cards that this method and precision allow."""
-    cards, divided = request.cards, method == "bcd" and request.pieces == "modules"
-    every = [
-        _Spread(data=cards // pipeline, pipeline=pipeline, shards=shards)
-        for pipeline in STAGES
-        if cards % pipeline == 0
-        for shards in dict.fromkeys((1, cards // pipeline))
-    ]
-    return [
-        spread
-        for spread in every
-        if spread.data <= request.rows
-        and spread.pipeline <= min(request.most_stages, request.spec.layers)
-        and (spread.pipeline == 1 or not (precision.quantized or divided))
-        and (spread.shards == 1 or not (precision.quantized or method == "offload"))
-        and (spread.data == 1 or method == "offload" or request.sharded in (None, spread.shards > 1))
-    ]
+def _spreads(request: Request, method: TrainingMethod, precision: PrecisionSpec) -> Iterator[tuple[int, int, int]]:
+    """(data, pipeline, shards): the ways to use all cards that this method and precision allow."""
+    divided = method == "bcd" and request.pieces == "modules"
+    for pipeline in STAGES:
+        data, rest = divmod(request.cards, pipeline)
+        if rest or data > request.rows or pipeline > min(request.most_stages, request.spec.layers):
+            continue
+        if pipeline > 1 and (precision.quantized or divided):
+            continue
+        for shards in dict.fromkeys((1, data)):
+            if shards > 1 and (precision.quantized or method == "offload"):
+                continue
+            if data == 1 or method == "offload" or request.sharded in (None, shards > 1):
+                yield data, pipeline, shards
 
 
 def saving_layouts(request: Request) -> Iterator[Layout]:
@@ -328,7 +305,7 @@ def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memo
         micro_steps = -(-rank_rows // rows)
         in_flight = min(layout.pipeline, micro_steps)
         peak = plan_memory(request.spec, sized, seq=request.seq, in_flight=in_flight, micro_steps=micro_steps)
-        fits = request.capacity.holds(peak.peak)
+        fits = request.capacity.taken(peak.peak) <= request.capacity.card
         if found is None or fits:
             found = sized, peak
         rows *= 2
@@ -338,9 +315,8 @@ def _largest_micro_batch(request: Request, layout: Layout) -> tuple[Layout, Memo
 
 def _missing(request: Request, layout: Layout, peak: MemoryPlan) -> Overflow | None:
     capacity, nodes = request.capacity, -(-layout.cards // request.cards_per_node)
-    on_card = peak.peak * (1 + capacity.fragmentation)
     for what, need, there, parts in (
-        ("device memory", on_card, capacity.card, peak.parts),
+        ("device memory", capacity.taken(peak.peak), capacity.card, peak.parts),
         ("host memory", peak.host_bytes, capacity.host, peak.host),
         ("disk space", peak.disk_bytes, capacity.disk * nodes, peak.disk),
     ):
@@ -379,7 +355,15 @@ def visit_steps(request: Request, layout: Layout, peak: MemoryPlan) -> int:
 
 def candidate(request: Request, layout: Layout, peak: MemoryPlan) -> Candidate:
     """A layout that fits, with its time and cost."""
-    step = step_time(request.spec, layout, request.setting)
+    setting = Setting(
+        seq=request.seq,
+        rows=request.rows,
+        rates=request.rates,
+        cards_per_node=request.cards_per_node,
+        overlap=request.overlap,
+        cache_epochs=float(request.cache_epochs),
+    )
+    step = step_time(request.spec, layout, setting)
     factor = request.multiplier.value if layout.method == "bcd" and layout.blocks > 1 else 1.0
     tokens = request.rows * request.seq
     steps = -(-int(request.tokens * factor) // tokens)

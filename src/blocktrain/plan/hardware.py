@@ -31,7 +31,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """The share of a published peak that training reaches, and what a rented machine has beside its cards. Every field
+    """The share of a published peak that training reaches, and what a rented machine has besides its cards. Every field
     is explained in `hardware.toml`."""
 
     matmul_efficiency_fp32: float
@@ -117,20 +117,16 @@ def load_hardware(extra: Path | None = None) -> Hardware:
     """The package's figures, overridden by those in `extra`, a file of the same form; raises `ConfigError`."""
     values = tomllib.loads(resources.files("blocktrain.plan").joinpath("hardware.toml").read_text(encoding="utf-8"))
     if extra is not None:
-        values = _merged(values, _read(extra))
+        try:
+            values = _merged(values, tomllib.loads(extra.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ConfigError(f"hardware file '{extra}' does not exist") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"hardware file '{extra}' cannot be read: {error}") from None
     try:
         return _hardware(values)
     except KeyError as error:
         raise ConfigError(f"'{extra}': key {error} is missing; the package's hardware.toml shows the form") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"hardware file '{path}' does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"hardware file '{path}' cannot be read: {error}") from None
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +144,22 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
     }
     names = {item.name for item in fields(Assumed)} - {"origin"}
     assumed = Assumed(**{name: values["assumed"][name] for name in names}, origin=_origin(values["assumed"]))
-    cards = {name: _card(name, item, links) for name, item in values["cards"].items()}
+    cards = {}
+    for name, item in values["cards"].items():
+        for key in ("host_link", "peer_link"):
+            if item[key] not in links:
+                raise ConfigError(f"card '{name}': {key} '{item[key]}' is unknown; {nearest(item[key], links)}")
+        cards[name] = Card(
+            name=name,
+            title=item["title"],
+            memory_gib=float(item["memory_gib"]),
+            fp32_flops=float(item["fp32_flops"]),
+            bf16_flops=float(item["bf16_flops"]) if "bf16_flops" in item else None,
+            memory_bytes_per_second=float(item["memory_bytes_per_second"]),
+            host_link=links[item["host_link"]],
+            peer_link=links[item["peer_link"]],
+            origin=_origin(item),
+        )
     prices = {
         provider: {
             card: Price(usd_per_hour=Decimal(str(usd)), provider=item["title"], origin=_origin(item))
@@ -161,23 +172,6 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
 
 def _origin(item: Mapping[str, Any]) -> Origin:
     return Origin(kind=item["kind"], source=item["source"], date=str(item["date"]))
-
-
-def _card(name: str, item: Mapping[str, Any], links: Mapping[str, Link]) -> Card:
-    for key in ("host_link", "peer_link"):
-        if item[key] not in links:
-            raise ConfigError(f"card '{name}': {key} '{item[key]}' is unknown; {nearest(item[key], links)}")
-    return Card(
-        name=name,
-        title=item["title"],
-        memory_gib=float(item["memory_gib"]),
-        fp32_flops=float(item["fp32_flops"]),
-        bf16_flops=float(item["bf16_flops"]) if "bf16_flops" in item else None,
-        memory_bytes_per_second=float(item["memory_bytes_per_second"]),
-        host_link=links[item["host_link"]],
-        peer_link=links[item["peer_link"]],
-        origin=_origin(item),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,20 +262,9 @@ def calibrated(calibration: Calibration, hardware: Hardware) -> Rates:
     }
     if measured.disk_bytes is None:
         other_kinds["disk_bytes"] = "assumed"
-    return Rates(
-        matmul_flops=measured.matmul_flops,
-        attention_flops=measured.attention_flops,
-        memory_bytes=measured.memory_bytes,
-        kernel_seconds=measured.kernel_seconds,
-        update_scalars=measured.update_scalars,
-        host_link_bytes=measured.host_link_bytes,
-        peer_link_bytes=network,
-        network_bytes=network,
-        host_memory_bytes=measured.host_memory_bytes,
-        disk_bytes=hardware.assumed.disk_bytes_per_second if measured.disk_bytes is None else measured.disk_bytes,
-        kind="measured",
-        other_kinds=other_kinds,
-    )
+    disk = hardware.assumed.disk_bytes_per_second if measured.disk_bytes is None else measured.disk_bytes
+    rates = {**vars(measured), "disk_bytes": disk, "peer_link_bytes": network, "network_bytes": network}
+    return Rates(**rates, kind="measured", other_kinds=other_kinds)
 
 
 def calibration_file() -> Path:

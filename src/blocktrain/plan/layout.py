@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from blocktrain.chain.partition_config import Pieces
-from blocktrain.chain.segment import Segment
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
@@ -226,28 +224,24 @@ def _inner(spec: ModelSpec, part: range) -> range:
 @lru_cache(maxsize=256)
 def _views_cut_inside(spec: ModelSpec, blocks: int, largest: int | None) -> tuple[CardView, ...]:
     """A view for each block that `largest`, or otherwise `pieces = "modules"`, makes."""
-    return tuple(
-        _view(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), _owned(spec, cut))
-        for cut in (cut_into(spec, blocks) if largest is None else cut_up_to(spec, largest))
-    )
-
-
-def _owned(spec: ModelSpec, cut: Sequence[Segment]) -> Owned:
-    parts = {0: "embedding", spec.layers + 1: "head"}
-    sizes = {"embedding": 0, "layers": 0, "head": 0}
-    owned: dict[str, int] = {}
-    whole: dict[str, int] = {}
-    for piece in cut:
-        sizes[parts.get(piece.layer, "layers")] += piece.size
-        for name, parameter in piece.parameters.items():
-            whole[name] = parameter.numel()
-            owned[name] = owned.get(name, 0) + (piece.size if piece.rows else parameter.numel())
-    return Owned(
-        **sizes,
-        materialized=sum(whole.values()),
-        split=max((whole[name] for name, mine in owned.items() if mine < whole[name]), default=0),
-        largest=max(owned.values()),
-    )
+    views = []
+    for cut in cut_into(spec, blocks) if largest is None else cut_up_to(spec, largest):
+        sizes = {"embedding": 0, "layers": 0, "head": 0}
+        mine: dict[str, int] = {}
+        whole: dict[str, int] = {}
+        for piece in cut:
+            sizes[{0: "embedding", spec.layers + 1: "head"}.get(piece.layer, "layers")] += piece.size
+            for name, parameter in piece.parameters.items():
+                whole[name] = parameter.numel()
+                mine[name] = mine.get(name, 0) + (piece.size if piece.rows else parameter.numel())
+        owned = Owned(
+            **sizes,
+            materialized=sum(whole.values()),
+            split=max((whole[name] for name in mine if mine[name] < whole[name]), default=0),
+            largest=max(mine.values()),
+        )
+        views.append(_view(spec, range(spec.layers + 2), range(cut[0].layer, cut[-1].layer + 1), owned))
+    return tuple(views)
 
 
 @lru_cache(maxsize=4096)

@@ -37,7 +37,7 @@ CHUNK_SCALARS = 2**22  # converted at a time: optim/adamw8bit.py, quantize_weigh
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the card by part, in the worst phase of a step, and bytes in host memory and on disk beside them."""
+    """Bytes on the card by part, in the worst phase of a step, and bytes in host memory and on disk."""
 
     parts: Mapping[str, float]
     phase: str
@@ -128,24 +128,19 @@ class _Step:
         self.row = float(spec.width * self.dtype * self.tokens)
         self.tied = spec.tied and view.embedding == "active" and view.head != "absent"
         self.inner = float(spec.inner * spec.experts_used * self.dtype * self.tokens)
-        offloaded = layout.method == "offload"
+        offloaded, shards, materialized = layout.method == "offload", layout.shards, view.owned.materialized
         self.gradient = precision.accumulated if self.several and not offloaded else precision.gradient
-        self.base = self._weights(whole) | {
-            "master": 0.0 if offloaded else float(precision.master * self.active) / layout.shards,
-            "moments": 0.0 if offloaded else layout.moment_bytes * self.active / layout.shards,
-        }
-
-    def _weights(self, whole: int) -> dict[str, float]:
-        """Bytes of the weights on this card: frozen ones as they are stored, active ones in the compute dtype. FSDP2
-        gathers two layers, the one that runs and the next."""
-        shards, materialized = self.layout.shards, self.view.owned.materialized
-        stored = self.copies.stored_scalars(whole)
+        vectors = (view.prefix + view.active + view.tail) * (spec.layer_parameters - spec.matrices_of_layer)
+        stored = max(0.0, whole - materialized - vectors)  # scalars in frozen matrices
         frozen = self.dtype * (whole - materialized) - (self.dtype - self.copies.stored_bytes) * stored
-        parts = {"frozen": frozen / shards, "active": float(self.dtype * materialized) / shards}
-        if shards > 1:
-            gathered = "active" if self.layout.blocks == 1 else "frozen"
-            parts[gathered] += 2 * self.spec.layer_parameters * self.dtype
-        return parts
+        self.base = {
+            "frozen": frozen / shards,
+            "active": float(self.dtype * materialized) / shards,
+            "master": 0.0 if offloaded else float(precision.master * self.active) / shards,
+            "moments": 0.0 if offloaded else layout.moment_bytes * self.active / shards,
+        }
+        if shards > 1:  # FSDP2 gathers two layers, the one that runs and the next
+            self.base["active" if layout.blocks == 1 else "frozen"] += 2 * spec.layer_parameters * self.dtype
 
     def _at(
         self,
@@ -171,11 +166,16 @@ class _Step:
     def phases(self) -> Iterator[tuple[str, dict[str, float]]]:
         """The phases that can be the worst, each with its parts."""
         view, kept, copies = self.view, self.kept, self.copies
-        head = self._head_scalars()
+        head = self.spec.vocabulary * self.spec.width if self.tied else view.owned.head  # scalars with a gradient then
         if view.head != "absent":
             yield from self._loss(head)
         layer_workspace = 2 * self.row + 2 * self.inner
-        arriving = self._arriving()
+        # The one gradient that autograd has just made, before it is accumulated or cut to the block's rows. From the
+        # second micro-batch on, accumulating takes a copy in fp32.
+        arriving = float(self.dtype * view.owned.split)
+        if self.several:
+            copied = self.dtype * view.owned.largest if self.gradient > self.dtype else 0
+            arriving = float(self.dtype * max(view.owned.largest, view.owned.split) + copied)
         of_head = float(self.dtype * head) if self.tied and self.several else 0.0  # beside the sum it will be added to
         top = self.in_flight + kept.layers + kept.recomputed
         yield (
@@ -275,19 +275,6 @@ class _Step:
             ),
         )
 
-    def _head_scalars(self) -> int:
-        """How many scalars get their gradient in the head's backward pass."""
-        return self.spec.vocabulary * self.spec.width if self.tied else self.view.owned.head
-
-    def _arriving(self) -> float:
-        """Bytes of the one gradient that autograd has just made, before it is accumulated or cut to the block's rows.
-        From the second micro-batch on, accumulating takes a copy in fp32."""
-        owned = self.view.owned
-        if not self.several:
-            return float(self.dtype * owned.split)
-        copied = self.dtype * owned.largest if self.gradient > self.dtype else 0
-        return float(self.dtype * max(owned.largest, owned.split) + copied)
-
     def _updating(self) -> float:
         """Bytes beside all gradients during the update. Masters are stepped one parameter at a time, with the gradient
         in fp32, and are then written back (`half` in optim/precision.py)."""
@@ -295,7 +282,7 @@ class _Step:
         chunk = 20.0 * min(biggest, CHUNK_SCALARS) if self.layout.moments == "8bit" else 0.0
         if not self.layout.precision.master or self.layout.method == "offload":
             return chunk
-        each, remaining, worst = self.gradient, self.active, 0.0
+        each, worst = self.gradient, 0.0
         for size, before in self._update_order():
             remaining = self.active - before
             widened = remaining * each + (4 * size if each < 4 else 0)
@@ -324,7 +311,7 @@ class _Step:
 
 
 class _Materialized:
-    """Bytes of frozen matrices on the card: as they are stored, and beside that the copies with which layers run.
+    """Bytes of frozen matrices on the card: as they are stored, and the copies with which layers run.
 
     A unit is what is materialized together: the embedding, a layer, the head. Under `frozen = "host"` the copy of the
     last unit that ran and of the one expected next stay until another unit runs.
@@ -334,12 +321,11 @@ class _Materialized:
     tail_running, active_running: in the backward pass, while a layer of the tail is recomputed, or an active layer of
         which the block owns only a part.
     kept_tail: what autograd keeps of the materialized weights of the tail, if nothing is checkpointed.
-    after_forward, after_backward: copies that are still on the card when that pass is over.
+    after_backward: copies that are still on the card when that pass is over.
     """
 
     def __init__(self, spec: ModelSpec, layout: Layout, view: CardView):
         precision, dtype = layout.precision, layout.precision.weight
-        self.spec, self.view = spec, view
         materializes = layout.materializes and layout.method == "bcd" and layout.blocks > 1
         on_host, recomputed = layout.frozen == "host", layout.checkpointing == "layers"
         layer, table = spec.matrices_of_layer, spec.vocabulary * spec.width
@@ -356,22 +342,16 @@ class _Materialized:
         unowned = min(layer, view.active * spec.layer_parameters - view.owned.layers)
         self.layer_running = running(layer, layer)
         self.embedding_running = running(embedding, layer)
-        self.after_forward = copied * (head or (layer if view.prefix + view.tail else embedding))
-        self.head_running = running(head) if head else self.after_forward
+        after_forward = copied * (head or (layer if view.prefix + view.tail else embedding))
+        self.head_running = running(head) if head else after_forward
         self.kept_tail = float(dtype * layer * view.tail) if materializes and not recomputed else 0.0
         if recomputed and view.tail:
             self.after_backward = copied * (layer + (layer if view.prefix else embedding))
             self.tail_running = self.layer_running
         else:
-            self.after_backward = self.tail_running = self.after_forward
+            self.after_backward = self.tail_running = after_forward
         partly_active = running(unowned, layer) if unowned and recomputed else 0.0
         self.active_running = max(self.after_backward, partly_active)
-
-    def stored_scalars(self, whole: int) -> float:
-        """How many of the card's `whole` scalars are in frozen matrices."""
-        spec, view = self.spec, self.view
-        vectors = (view.prefix + view.active + view.tail) * (spec.layer_parameters - spec.matrices_of_layer)
-        return max(0.0, whole - view.owned.materialized - vectors)
 
 
 @lru_cache(maxsize=1024)
@@ -408,10 +388,9 @@ class _Kept:
         self.recomputed = 0.0
         if layout.checkpointing == "layers":
             self.recomputed = active if view.active else tail if view.tail else 0.0
-        trained_head = trains_projection(spec, view)
         self.head = 0.0
-        if view.head != "absent":
-            self.head = trained if trained_head else frozen
-            if layout.loss_chunk is not None and not trained_head:
-                self.head += row  # the gradient of the hidden states, made with the loss
+        if view.head != "absent" and trains_projection(spec, view):
+            self.head = trained
+        elif view.head != "absent":  # a chunked loss makes the gradient of the hidden states at once
+            self.head = frozen + (row if layout.loss_chunk is not None else 0.0)
         self.cached_row = row if layout.cache != "off" else 0.0

@@ -59,7 +59,7 @@ def _gpt2_layer(spec: ModelSpec) -> Iterator[Operation]:
 
 
 def _llama_layer(spec: ModelSpec, dtype_bytes: int) -> Iterator[Operation]:
-    d, q, kv = spec.width, spec.query_width, spec.kv_width
+    d, q, kv, inner = spec.width, spec.query_width, spec.kv_width, spec.inner
     yield _rms_norm("input_layernorm", d, dtype_bytes)
     yield Operation(name="q k v", weights=d * (q + 2 * kv), traffic=3 * d + q + 2 * kv, kernels=3, keeps_trained=d)
     if spec.head_norms == "heads":
@@ -69,29 +69,23 @@ def _llama_layer(spec: ModelSpec, dtype_bytes: int) -> Iterator[Operation]:
     yield Operation(name="o_proj", weights=q * d, traffic=q + d)
     yield Operation(name="add", traffic=3 * d)
     yield _rms_norm("post_attention_layernorm", d, dtype_bytes)
-    yield from _gated_mlp(spec) if spec.experts == 1 else _mixture(spec)
+    if spec.experts == 1:
+        yield Operation(name="gate up", weights=2 * d * inner, traffic=2 * (d + inner), kernels=2, keeps_trained=d)
+        yield Operation(name="silu mul", traffic=5 * inner, kernels=2, keeps=3 * inner)
+        yield Operation(name="down_proj", weights=inner * d, traffic=inner + d, keeps_trained=inner)
+    else:  # each token's copies are gathered, one for each expert; the experts' outputs are weighted and added
+        used = spec.experts_used
+        yield Operation(name="router", weights=d * spec.experts, traffic=d, kernels=6, keeps_trained=d)
+        yield Operation(
+            name="gate up", weights=used * 2 * d * inner, traffic=used * 2 * (d + inner), kernels=4,
+            keeps_trained=used * d,
+        )  # fmt: skip
+        yield Operation(name="silu mul", traffic=used * 5 * inner, kernels=2, keeps=used * 3 * inner)
+        yield Operation(
+            name="down_proj", weights=used * inner * d, traffic=used * (inner + 4 * d), kernels=4, keeps=used * d,
+            keeps_trained=used * inner,
+        )  # fmt: skip
     yield Operation(name="add", traffic=3 * d)
-
-
-def _gated_mlp(spec: ModelSpec) -> Iterator[Operation]:
-    d, inner = spec.width, spec.inner
-    yield Operation(name="gate up", weights=2 * d * inner, traffic=2 * (d + inner), kernels=2, keeps_trained=d)
-    yield Operation(name="silu mul", traffic=5 * inner, kernels=2, keeps=3 * inner)
-    yield Operation(name="down_proj", weights=inner * d, traffic=inner + d, keeps_trained=inner)
-
-
-def _mixture(spec: ModelSpec) -> Iterator[Operation]:
-    """Each token goes through `experts_used` experts: its copies are gathered, the outputs are weighted and added."""
-    d, inner, used = spec.width, spec.inner, spec.experts_used
-    yield Operation(name="router", weights=d * spec.experts, traffic=d, kernels=6, keeps_trained=d)
-    yield Operation(
-        name="gate up", weights=used * 2 * d * inner, traffic=used * 2 * (d + inner), kernels=4, keeps_trained=used * d
-    )
-    yield Operation(name="silu mul", traffic=used * 5 * inner, kernels=2, keeps=used * 3 * inner)
-    yield Operation(
-        name="down_proj", weights=used * inner * d, traffic=used * (inner + 4 * d), kernels=4, keeps=used * d,
-        keeps_trained=used * inner,
-    )  # fmt: skip
 
 
 def _layer_norm(name: str, width: int) -> Operation:
@@ -136,11 +130,6 @@ class Work:
     attention_backward_flops: float  # b = 2.5 a: a fused kernel computes the scores again
     traffic_elements: float
     kernels: float
-
-    @property
-    def forward_flops(self) -> float:
-        """Matrix products and attention."""
-        return self.matrix_flops + self.attention_flops
 
 
 def work(operations: Sequence[Operation], seq: int) -> Work:

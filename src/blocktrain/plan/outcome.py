@@ -9,7 +9,6 @@ from blocktrain.plan.comparison import Alternative, Relaxation
 from blocktrain.plan.cost import MULTIPLIERS
 from blocktrain.plan.fit import Candidate, Fit, Request
 from blocktrain.plan.hardware import Assumed, Price
-from blocktrain.plan.layout import Layout
 from blocktrain.units import Dollars, format_bytes, format_count, format_seconds
 
 DASH = "–"
@@ -76,7 +75,7 @@ def binding(outcome: Outcome, candidate: Candidate) -> str:
     if candidate.step.parts["streaming"] > STREAMING_BINDS * candidate.step.seconds:
         return "host link"
     capacity = outcome.request.capacity
-    if candidate.memory.peak * (1 + capacity.fragmentation) > 0.9 * capacity.card:
+    if capacity.taken(candidate.memory.peak) > 0.9 * capacity.card:
         return "memory"
     if candidate.step.bound in ("forward", "backward", "recompute"):
         return "compute"
@@ -93,25 +92,10 @@ def at_multipliers(candidate: Candidate, own: float) -> list[tuple[str, float, D
     seen: dict[float, str] = {}
     for name, value in named:
         seen.setdefault(value, name)
-    return [(name, value, Dollars(candidate.dollars.amount) * (value * one / float(candidate.dollars.amount)))
-            for value, name in seen.items()]  # fmt: skip
-
-
-def _exactness_given_up(layout: Layout) -> list[str]:
-    """What a layout loses against exact training, one sentence each."""
-    lines = []
-    if layout.precision.loss == 2:
-        lines.append(
-            f"Precision {layout.precision.name} rebuilds the masters from bf16 weights at each visit, so updates "
-            "smaller than bf16 resolves are lost. bf16-exact keeps them, for 2 bytes of host memory per parameter."
-        )
-    if layout.precision.quantized:
-        lines.append(f"Frozen weights are rounded to {layout.precision.name}; their exact values stay on the host.")
-    if layout.state == "drop" and layout.blocks > 1:
-        lines.append(
-            "Moments are dropped between visits, because the host has no memory for them. Short visits suffer most."
-        )
-    return lines
+    return [
+        (name, value, candidate.dollars * (value * one / float(candidate.dollars.amount)))
+        for value, name in seen.items()
+    ]
 
 
 RATE_NAMES = {  # of those that can be known in another way than the rest
@@ -167,7 +151,18 @@ def assumptions(outcome: Outcome) -> list[str]:
     ]
     candidates = outcome.fit.candidates
     if candidates:
-        lines += _exactness_given_up(candidates[0].layout)
+        best = candidates[0].layout
+        if best.precision.loss == 2:
+            lines.append(
+                f"Precision {best.precision.name} rebuilds the masters from bf16 weights at each visit, so updates "
+                "smaller than bf16 resolves are lost. bf16-exact keeps them, for 2 bytes of host memory per parameter."
+            )
+        if best.precision.quantized:
+            lines.append(f"Frozen weights are rounded to {best.precision.name}; their exact values stay on the host.")
+        if best.state == "drop" and best.blocks > 1:
+            lines.append(
+                "Moments are dropped between visits, because the host has no memory for them. Short visits suffer most."
+            )
     cached = next((item for item in candidates if item.layout.cache != "off"), None)
     if cached is not None:
         subset = cached.visit_steps * request.rows * request.seq // request.cache_epochs

@@ -29,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": "llama",
     "qwen3_moe": "llama",
 }
+_PLANNED = f"these can be planned: {', '.join(sorted(FAMILIES))}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, because it is a key of many small caches
@@ -53,7 +54,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
-            raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_families()}")
+            raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_PLANNED}")
         for key in ("layers", "width", "heads", "kv_heads", "head_width", "inner", "vocabulary", "positions"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{self.name}: {key} must be at least 1, not {getattr(self, key)}")
@@ -101,11 +102,6 @@ class ModelSpec:
         """Parameters of the final norm, and of the output projection unless it is tied."""
         norm = 2 * self.width if self.family == "gpt2" else self.width
         return norm + (0 if self.tied else self.vocabulary * self.width)
-
-    @cached_property
-    def chain_parameters(self) -> tuple[int, ...]:
-        """Parameters of each layer of the chain: embedding, transformer layers, head."""
-        return (self.embedding_parameters, *[self.layer_parameters] * self.layers, self.head_parameters)
 
     @cached_property
     def parameters(self) -> int:
@@ -168,16 +164,36 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
     """The shape that a Hugging Face `config.json` describes; raises `ConfigError` with the key that is missing."""
     kind = values.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError(f"{name}: model_type {kind!r} cannot be planned; {_families()}")
-    if kind == "gpt2":
-        return _gpt2(values, name)
+        raise ConfigError(f"{name}: model_type {kind!r} cannot be planned; {_PLANNED}")
 
     def need(key: str) -> int:
-        return _count(values, key, name)
+        value = values.get(key)
+        if value is None:
+            hint = nearest(key, values)
+            more = f"; {hint}" if hint.startswith("did") else ""
+            raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}: '{key}' must be a positive whole number, not {value!r}")
+        return value
 
     def other(key: str, default: int) -> int:
         return need(key) if values.get(key) is not None else default
 
+    if kind == "gpt2":
+        width, heads = need("n_embd"), need("n_head")
+        return ModelSpec(
+            name=name,
+            architecture="gpt2",
+            layers=need("n_layer"),
+            width=width,
+            heads=heads,
+            kv_heads=heads,
+            head_width=width // heads,
+            inner=other("n_inner", 4 * width),
+            vocabulary=need("vocab_size"),
+            positions=need("n_positions"),
+            tied=bool(values.get("tie_word_embeddings", True)),
+        )
     width, heads = need("hidden_size"), need("num_attention_heads")
     experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind)
     return ModelSpec(
@@ -199,26 +215,6 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
     )
 
 
-def _gpt2(values: Mapping[str, Any], name: str) -> ModelSpec:
-    def need(key: str) -> int:
-        return _count(values, key, name)
-
-    width, heads = need("n_embd"), need("n_head")
-    return ModelSpec(
-        name=name,
-        architecture="gpt2",
-        layers=need("n_layer"),
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_width=width // heads,
-        inner=need("n_inner") if values.get("n_inner") is not None else 4 * width,
-        vocabulary=need("vocab_size"),
-        positions=need("n_positions"),
-        tied=bool(values.get("tie_word_embeddings", True)),
-    )
-
-
 def read_config(path: Path) -> ModelSpec:
     """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
@@ -231,18 +227,3 @@ def read_config(path: Path) -> ModelSpec:
     if not isinstance(values, dict):
         raise ConfigError(f"model configuration '{file}' is not an object of settings")
     return from_config(values, str(path))
-
-
-def _count(values: Mapping[str, Any], key: str, name: str) -> int:
-    value = values.get(key)
-    if value is None:
-        hint = nearest(key, values)
-        more = f"; {hint}" if hint.startswith("did") else ""
-        raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}: '{key}' must be a positive whole number, not {value!r}")
-    return value
-
-
-def _families() -> str:
-    return f"these can be planned: {', '.join(sorted(FAMILIES))}"

@@ -98,16 +98,11 @@ def view_flops(spec: ModelSpec, layout: Layout, seq: int, view: CardView) -> flo
     run = view.active + view.tail
     prefix = view.prefix if layout.cache == "off" else 0
     again = run if layout.checkpointing == "layers" else 0
-    matrix = (prefix + 2 * run + again + _trained_layers(spec, view)) * layer.matrix_flops
+    matrix = (prefix + 2 * run + again + view.owned.layers / spec.layer_parameters) * layer.matrix_flops
     if view.head != "absent":
         matrix += (2 + trains_projection(spec, view)) * head.matrix_flops
     attention = (prefix + run + again) * layer.attention_flops + run * layer.attention_backward_flops
     return seq * (matrix + attention)
-
-
-def _trained_layers(spec: ModelSpec, view: CardView) -> float:
-    """How many layers' worth of weights have gradients; a fraction where blocks are cut inside layers."""
-    return view.owned.layers / spec.layer_parameters
 
 
 def _visit(spec: ModelSpec, layout: Layout, setting: Setting, stages: tuple[CardView, ...]) -> dict[str, float]:
@@ -121,7 +116,11 @@ def _visit(spec: ModelSpec, layout: Layout, setting: Setting, stages: tuple[Card
     parts["update"] = max(_update(spec, layout, setting.rates, view) for view in stages)
     communication = max(_communication(spec, layout, setting, view, micro_steps) for view in stages)
     parts["communication"] = communication - min(communication * setting.overlap, parts["backward"])
-    parts["offload"] = _offload(spec, layout, setting.rates)
+    parts["offload"] = 0.0
+    if layout.method == "offload":  # ZeRO-Offload: gradients to the host, AdamW there, weights back
+        mine = spec.parameters / (layout.pipeline * layout.data)  # each data-parallel rank updates its part
+        copied = (layout.precision.gradient + layout.precision.weight) * mine / setting.rates.host_link_bytes
+        parts["offload"] = copied + UPDATE_BYTES * mine / setting.rates.host_memory_bytes
     parts["cache"] = _cache(spec, layout, setting, stages[0], busy=turn * micro_steps, micro_steps=micro_steps)
     return parts
 
@@ -136,7 +135,7 @@ def _turn(spec: ModelSpec, layout: Layout, setting: Setting, view: CardView) -> 
     forward = _pass(layer, tokens, dtype, rates)
     tail = _pass(layer, tokens, dtype, rates, products=1, attention=2.5, traffic=LOSS_BACKWARD)
     active = _pass(layer, tokens, dtype, rates, products=2, attention=2.5, traffic=LOSS_BACKWARD)
-    trained = _trained_layers(spec, view)
+    trained = view.owned.layers / spec.layer_parameters  # a fraction where blocks are cut inside layers
     parts = {
         "forward": (prefix + run) * forward,
         "backward": trained * active + (run - trained) * tail,
@@ -221,15 +220,6 @@ def _communication(spec: ModelSpec, layout: Layout, setting: Setting, view: Card
     if layout.pipeline > 1:
         sent += 2 * micro_steps * layout.micro_rows * setting.seq * spec.width * layout.precision.weight
     return sent / link
-
-
-def _offload(spec: ModelSpec, layout: Layout, rates: Rates) -> float:
-    """Seconds of ZeRO-Offload: gradients to the host, AdamW there, weights back."""
-    if layout.method != "offload":
-        return 0.0
-    mine = spec.parameters / (layout.pipeline * layout.data)  # each data-parallel rank updates its part
-    copies = (layout.precision.gradient + layout.precision.weight) * mine / rates.host_link_bytes
-    return copies + UPDATE_BYTES * mine / rates.host_memory_bytes
 
 
 def _cache(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,15 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
             if length is not None:
-                self._require(length)
+                size = os.fstat(self._file.fileno()).st_size
+                if size < length:  # truncate would fill it up with zeros
+                    self._file.close()
+                    raise DataError(
+                        f"'{path}' has {size} bytes, but it had {length} when the checkpoint was written: restore the "
+                        "file that belongs to this run"
+                    )
                 self._file.truncate(length)
                 self._file.seek(0, os.SEEK_END)
-
-    def _require(self, length: int) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        if size < length:  # truncate would fill it up with zeros
-            self._file.close()
-            raise DataError(
-                f"'{self.path}' has {size} bytes, but it had {length} when the checkpoint was written: restore the "
-                "file that belongs to this run"
-            )
 
     def append(self, event: Event) -> None:
         """Write one record and hand it to the operating system, so that killing the process loses no record."""
@@ -101,17 +97,11 @@ def read_events(path: Path, *, length: int | None = None) -> list[Event]:
     """
     if not path.is_file():
         raise DataError(f"'{path}' does not exist; is '{path.parent}' the folder of a run?")
-    return list(_parse(path, length))
-
-
-def _parse(path: Path, length: int | None) -> Iterator[Event]:
-    lines = path.read_bytes()[:length].split(b"\n")
+    events, lines = [], path.read_bytes()[:length].split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
         try:
-            yield json.loads(line)
+            events += [json.loads(line)] if line else []
         except ValueError as error:
-            if number == len(lines):  # no newline after it: torn
-                return
-            raise DataError(f"'{path}' line {number} is not JSON: {error}") from error
+            if number < len(lines):  # the last has no newline after it: torn
+                raise DataError(f"'{path}' line {number} is not JSON: {error}") from error
+    return events

@@ -126,7 +126,7 @@ class StepCosts(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """The worst moment of a step: bytes by part, what lay on the host beside them, and the operation that made it."""
+    """The worst moment of a step: bytes by part, what lay on the host at the time, and the operation that made it."""
 
     parts: Bytes
     host_bytes: int = 0
@@ -236,7 +236,7 @@ class Sample(Record):
 class CacheUse(Record):
     """What the prefix cache did in a visit, summed over all ranks and sessions.
 
-    Steps asked for `rows` rows and found `hits` of them stored. `flops_saved` is net of filling and can be negative;
+    Steps requested `rows` rows, and `hits` of them were stored. `flops_saved` is net of filling and can be negative;
     `seconds_saved` is estimated from it. Seconds are means over the ranks.
     """
 
@@ -337,8 +337,7 @@ class Opening:
     @property
     def records(self) -> list[Record]:
         """Those that there are, in the order of the log."""
-        optional = [] if self.micro_batch is None else [self.micro_batch]
-        return [self.header, self.costs, self.memory, *optional]
+        return [self.header, self.costs, self.memory, *([] if self.micro_batch is None else [self.micro_batch])]
 
     def to_events(self) -> list[Event]:
         """As plain values, which rank 0 broadcasts."""
@@ -368,11 +367,10 @@ def _in_todays_words(event: Event) -> Event:
             return {**event, "layout": OLD_LAYOUTS.get(event["layout"], event["layout"])}
         case "cost":
             memory = event["memory"]
-            blocks = [_renamed_parts(block) for block in memory["blocks"]]
-            return {**event, "memory": {**memory, "full": _renamed_parts(memory["full"]), "blocks": blocks}}
+            full, *blocks = (
+                {OLD_MEMORY_PARTS.get(part, part): size for part, size in parts.items()}
+                for parts in (memory["full"], *memory["blocks"])
+            )
+            return {**event, "memory": {**memory, "full": full, "blocks": blocks}}
         case _:
             return event
-
-
-def _renamed_parts(memory: Mapping[str, int]) -> dict[str, int]:
-    return {OLD_MEMORY_PARTS.get(part, part): size for part, size in memory.items()}

@@ -102,7 +102,9 @@ def without_start(
     """
     everything = [*more, *(loss for _, loss in points)]
     rest = [*late, *(loss for tokens, loss in points if tokens > START * end)]
-    cut = len(points) >= FEW and _spread(rest) < _spread(everything) * 0.66
+    finite = [[value for value in values if math.isfinite(value)] for values in (rest, everything)]
+    less, all_of_it = (max(values) - min(values) if values else math.inf for values in finite)
+    cut = len(points) >= FEW and less < all_of_it * 0.66
     return padded(label, rest if cut else everything)
 
 
@@ -111,8 +113,3 @@ def typical_range(values: Sequence[float]) -> list[float]:
     where no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     return np.quantile(finite, [0.002, 0.998]).tolist() if finite else []
-
-
-def _spread(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return max(finite) - min(finite) if finite else math.inf

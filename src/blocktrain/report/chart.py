@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -82,6 +82,12 @@ def line_chart(
     x: Axis, y: Axis, lines: Sequence[Line], dots: Sequence[Dot] = (), *, label: str, height: int, foot: bool = True
 ) -> str:
     """Lines over a grid. `foot` writes the x axis below, unless another chart below shares it."""
+    grid = "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
+        f'<text class="tick" x="-8" y="{at}" dy=".35em" text-anchor="end">{escape(text)}</text>'
+        for value, text in y.ticks
+        for at in (_percent(1 - y.at(value)),)
+    )
     paths = "".join(
         f'<path class="{escape(line.kind)} {escape(line.colour)}" d="{data}"/>'
         for line in lines
@@ -91,7 +97,7 @@ def line_chart(
         f'<svg class="lines" viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" width="100%" height="100%">'
         f"{paths}</svg>"
     )
-    content = _rows(y) + _columns(x) + plot + "".join(_dot(x, y, dot) for dot in dots) + (_foot(x) if foot else "")
+    content = grid + _columns(x) + plot + "".join(_dot(x, y, dot) for dot in dots) + (_foot(x) if foot else "")
     return _svg(content, height, label)
 
 
@@ -112,11 +118,31 @@ def timeline(x: Axis, rows: Sequence[str], stretches: Sequence[Stretch], *, labe
 
 def stacked_bars(bars: Sequence[Bar], limit: float, *, label: str, row_height: int = 26) -> str:
     """Horizontal bars; `limit` is the value that fills the width."""
-    return _svg(
-        "".join(_bar(bar, limit, row * row_height, row_height) for row, bar in enumerate(bars)),
-        len(bars) * row_height,
-        label,
-    )
+    parts, thick = [], row_height * 0.62
+    for row, bar in enumerate(bars):
+        middle, weight = (row + 0.5) * row_height, " strong" if bar.strong else ""
+        parts.append(
+            f'<text class="tick{weight}" x="-10" y="{middle:.1f}" dy=".35em" text-anchor="end">'
+            f"{escape(bar.label)}</text>"
+        )
+        start = 0.0
+        for value, colour, title in bar.pieces:
+            parts.append(
+                f'<rect class="fill {escape(colour)}" x="{_percent(start / limit)}" y="{middle - thick / 2:.1f}" '
+                f'width="{_percent(value / limit)}" height="{thick:.1f}">{_title(title)}</rect>'
+            )
+            start += value
+        if bar.mark is not None:
+            at = _percent(bar.mark / limit)
+            parts.append(
+                f'<line class="mark" x1="{at}" x2="{at}" y1="{middle - row_height * 0.44:.1f}" '
+                f'y2="{middle + row_height * 0.44:.1f}">{_title(bar.mark_title)}</line>'
+            )
+        end = _percent(max(start, bar.mark or 0.0) / limit)
+        parts.append(
+            f'<text class="value{weight}" x="{end}" y="{middle:.1f}" dx="8" dy=".35em">{escape(bar.text)}</text>'
+        )
+    return _svg("".join(parts), len(bars) * row_height, label)
 
 
 def values(tracks: Sequence[Track], x: Axis, y: Axis, name: str) -> str:
@@ -154,33 +180,19 @@ def _percent(share: float) -> str:
 
 
 def _path(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:
-    return "".join("M" + " ".join(piece) for piece in _pieces(x, y, points))
-
-
-def _pieces(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
-    """The pieces between gaps. A lone point becomes a short dash, as it would not show otherwise."""
-    piece: list[str] = []
+    """SVG path data of the pieces between gaps. A lone point becomes a short dash, as it would not show otherwise."""
+    path, piece = "", []
     for px, py in [*points, (math.nan, math.nan)]:
         if math.isfinite(px) and math.isfinite(py):
             # Far outside the frame is as invisible as just outside, and keeps the numbers small.
-            piece.append(f"{round(x.at(px) * WIDE)},{round(min(max(1 - y.at(py), -1), 2) * HIGH)}")
-        elif piece:
-            yield piece if len(piece) > 1 else [_dash(piece[0])]
+            piece.append((round(x.at(px) * WIDE), round(min(max(1 - y.at(py), -1), 2) * HIGH)))
+        elif len(piece) == 1:
+            path += f"M{min(max(piece[0][0] - 5, 0), WIDE - 10)},{piece[0][1]} h10"
             piece = []
-
-
-def _dash(point: str) -> str:
-    x, y = point.split(",")
-    return f"{min(max(int(x) - 5, 0), WIDE - 10)},{y} h10"
-
-
-def _rows(y: Axis) -> str:
-    return "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
-        f'<text class="tick" x="-8" y="{at}" dy=".35em" text-anchor="end">{escape(text)}</text>'
-        for value, text in y.ticks
-        for at in (_percent(1 - y.at(value)),)
-    )
+        elif piece:
+            path += "M" + " ".join(f"{across},{down}" for across, down in piece)
+            piece = []
+    return path
 
 
 def _columns(x: Axis) -> str:
@@ -210,27 +222,3 @@ def _dot(x: Axis, y: Axis, dot: Dot) -> str:
         else ""
     )
     return f'<circle class="dot {escape(dot.colour)}" cx="{cx}" cy="{cy}" r="3">{_title(dot.title)}</circle>{text}'
-
-
-def _bar(bar: Bar, limit: float, top: int, height: int) -> str:
-    middle, weight = top + height / 2, " strong" if bar.strong else ""
-    thick = height * 0.62
-    parts = [
-        f'<text class="tick{weight}" x="-10" y="{middle:.1f}" dy=".35em" text-anchor="end">{escape(bar.label)}</text>'
-    ]
-    start = 0.0
-    for value, colour, title in bar.pieces:
-        parts.append(
-            f'<rect class="fill {escape(colour)}" x="{_percent(start / limit)}" y="{middle - thick / 2:.1f}" '
-            f'width="{_percent(value / limit)}" height="{thick:.1f}">{_title(title)}</rect>'
-        )
-        start += value
-    if bar.mark is not None:
-        at = _percent(bar.mark / limit)
-        parts.append(
-            f'<line class="mark" x1="{at}" x2="{at}" y1="{middle - height * 0.44:.1f}" '
-            f'y2="{middle + height * 0.44:.1f}">{_title(bar.mark_title)}</line>'
-        )
-    end = _percent(max(start, bar.mark or 0.0) / limit)
-    parts.append(f'<text class="value{weight}" x="{end}" y="{middle:.1f}" dx="8" dy=".35em">{escape(bar.text)}</text>')
-    return "".join(parts)

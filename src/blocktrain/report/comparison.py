@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from blocktrain.errors import DataError
@@ -19,65 +18,56 @@ from blocktrain.report.series import thin
 from blocktrain.report.summary import summary
 from blocktrain.units import format_count, format_seconds
 
-
-def require_comparable(runs: Sequence[RunRecord]) -> None:
-    """Raises `DataError` unless the runs count the same thing: tokens, texts or images."""
-    first = runs[0]
-    for run in runs[1:]:
-        if run.header.unit != first.header.unit:
-            raise DataError(
-                f"'{first.folder}' counts {first.header.unit} and '{run.folder}' {run.header.unit}; "
-                f"compare runs on the same kind of data"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossesOver:
-    """What a figure draws the losses over: the x axis, its name in words and in ids, and where an evaluation lies."""
-
-    axis: Axis
-    words: str
-    name: str
-    x_of: Callable[[RunRecord, Evaluation], float]
+XOf = Callable[[RunRecord, Evaluation], float]  # where an evaluation of a run lies on the x axis
 
 
 def figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Validation losses over tokens, FLOPs and time, and the memory of a step."""
-    unit = runs[0].header.unit
-    time, second = time_axis(max(run.seconds for run in runs))
-    work = max(run.flops_until(run.steps_done) for run in runs)
-    tokens = count_axis(f"training {unit}", max(run.tokens for run in runs))
-    axes = [
-        LossesOver(axis=tokens, words=f"training {unit}", name="tokens", x_of=lambda _, row: row.tokens),
-        LossesOver(
-            axis=flops_axis("counted FLOPs", work),
-            words="counted FLOPs",
-            name="flops",
-            x_of=lambda run, row: run.flops_until(row.step),
-        ),
-        LossesOver(axis=time, words="wall time", name="time", x_of=lambda _, row: row.seconds / second),
-    ]
-    if not all(run.cost for run in runs):
-        axes.pop(1)
-    y = _loss_axis(runs)
-    return "".join(_losses(runs, names, y, over) for over in axes) + _memory(runs, names)
+    """Validation losses over tokens, FLOPs and time, and the memory of a step.
 
-
-def _loss_axis(runs: Sequence[RunRecord]) -> Axis:
+    Raises `DataError` unless the runs count the same thing: tokens, texts or images.
+    """
+    first, unit = runs[0], runs[0].header.unit
+    for run in runs[1:]:
+        if run.header.unit != unit:
+            raise DataError(
+                f"'{first.folder}' counts {unit} and '{run.folder}' {run.header.unit}; "
+                "compare runs on the same kind of data"
+            )
     _, read = loss_of(runs)
-    points = [(row.tokens, read(row)) for run in runs for row in run.evaluations]
-    return without_start("validation loss", points, min(run.tokens for run in runs))
+    losses = [(row.tokens, read(row)) for run in runs for row in run.evaluations]
+    y = without_start("validation loss", losses, min(run.tokens for run in runs))
+    tokens = count_axis(f"training {unit}", max(run.tokens for run in runs))
+    html = _losses(runs, names, y, tokens, lambda _, row: row.tokens, words=f"training {unit}", name="tokens")
+    if all(run.cost for run in runs):
+        work = flops_axis("counted FLOPs", max(run.flops_until(run.steps_done) for run in runs))
+        html += _losses(
+            runs, names, y, work, lambda run, row: run.flops_until(row.step), words="counted FLOPs", name="flops"
+        )
+    time, second = time_axis(max(run.seconds for run in runs))
+    html += _losses(runs, names, y, time, lambda _, row: row.seconds / second, words="wall time", name="time")
+    known = [(name, summary(run).memory) for name, run in zip(names, runs, strict=True)]
+    memories = [(name if len(name) <= 24 else name[:23] + "…", memory) for name, memory in known if memory]
+    if memories:
+        bars = memory_bars(memories, css="named")
+        html += figure("Memory of a step", "bytes by part, with the largest block active.", bars)
+    return html
 
 
-def _losses(runs: Sequence[RunRecord], names: Sequence[str], y: Axis, over: LossesOver) -> str:
+def _losses(
+    runs: Sequence[RunRecord], names: Sequence[str], y: Axis, x: Axis, x_of: XOf, *, words: str, name: str
+) -> str:
+    """Validation losses over `x`, an axis that is called `words` on the page and `name` in ids."""
     unit, read = loss_of(runs)
     start = max((read(run.evaluations[0]) for run in runs if run.evaluations), default=0.0)
-    above = f" The start, at {start:.2f}, is above the frame." if start > y.high and over.name == "tokens" else ""
+    above = f" The start, at {start:.2f}, is above the frame." if start > y.high and name == "tokens" else ""
     lines, dots, tracks = [], [], []
     for index, run in enumerate(runs):
         shown = [run.evaluations[at] for at in thin([read(row) for row in run.evaluations], 300)]
-        points = [(over.x_of(run, row), read(row)) for row in shown]
-        texts = [_texts(run, row, read(row)) for row in shown]
+        points = [(x_of(run, row), read(row)) for row in shown]
+        texts = []
+        for row in shown:
+            work = flops_text(run.flops_until(row.step))
+            texts.append([decimal(read(row)), format_count(row.tokens), work, format_seconds(row.seconds)])
         lines.append(Line(points=points, colour=f"k{index}"))
         if len(points) <= MOST_DOTS:
             dots += [
@@ -90,34 +80,11 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str], y: Axis, over: Loss
         ]
         headings = [names[index], run.header.unit, "FLOPs", "time"]
         tracks.append(Track(columns=headings if len(runs) <= 3 else headings[:1], rows=rows))
-    chart = line_chart(over.axis, y, lines, dots, label=f"validation loss by {over.words}", height=300)
-    name = f"loss-{over.name}"
-    drawn = plot(chart, name, values(tracks, over.axis, y, name))
-    return figure(f"Validation loss by {over.words}", f"{unit}.{above}", _runs_key(runs, names), drawn)
-
-
-def _texts(run: RunRecord, row: Evaluation, loss: float) -> list[str]:
-    work = flops_text(run.flops_until(row.step))
-    return [decimal(loss), format_count(row.tokens), work, format_seconds(row.seconds)]
-
-
-def _runs_key(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """The colour of each run, and its last loss."""
-    _, read = loss_of(runs)
+    chart = line_chart(x, y, lines, dots, label=f"validation loss by {words}", height=300)
+    drawn = plot(chart, f"loss-{name}", values(tracks, x, y, f"loss-{name}"))
     items = "".join(
         f'<li><i class="swatch k{index}"></i>{escape(names[index])} '
         f"<span>{decimal(read(run.evaluations[-1])) if run.evaluations else ''}</span></li>"
         for index, run in enumerate(runs)
     )
-    return f'<ul class="key">{items}</ul>'
-
-
-def _memory(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Bytes of a step by part, in a visit to each run's largest block."""
-    known = [(name, summary(run).memory) for name, run in zip(names, runs, strict=True)]
-    memories = [(name if len(name) <= 24 else name[:23] + "…", memory) for name, memory in known if memory]
-    if not memories:
-        return ""
-    return figure(
-        "Memory of a step", "bytes by part, with the largest block active.", memory_bars(memories, css="named")
-    )
+    return figure(f"Validation loss by {words}", f"{unit}.{above}", f'<ul class="key">{items}</ul>', drawn)

@@ -18,12 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.plan.cost import price_of
+from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import ABSENT, decimal, flops_text
 from blocktrain.report.multiplier import loss_of, tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.units import format_bytes
 
 T = TypeVar("T")
+ReadLoss = Callable[[Evaluation], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +70,23 @@ def comparison_rows(
         same = next((full for full in fulls if full.header.optimizer == run.header.optimizer), None)
         seconds, step = _training_seconds(run), _step_seconds(run)
         first = _step_seconds(fulls[0]) if fulls else None
+        tracked = run.memory_peaks
+        peaks = () if tracked is None else [tracked.full] if run.is_full else tracked.blocks
         result.append(
             ComparisonRow(
                 name=name,
                 method=run.header.method,
                 optimizer=run.header.optimizer,
                 loss=read(run.evaluations[-1]) if run.evaluations else None,
-                loss_at_equal_time=_loss_at(run, shortest, runs),
+                loss_at_equal_time=_loss_at(run, shortest, read),
                 flops=run.flops_until(run.steps_done),
                 seconds=seconds,
                 step_seconds=step,
                 step_ratio=step / first if step and first else None,
-                peak_bytes=_peak_bytes(run),
+                peak_bytes=None if not peaks else max(sum(peak.parts.values()) for peak in peaks),
                 optimizer_bytes=run.end.optimizer_bytes if run.end else None,
-                multiplier=_multiplier(run, same, runs),
-                cross_multiplier=None if same or not fulls else _multiplier(run, fulls[0], runs),
+                multiplier=_multiplier(run, same, read),
+                cross_multiplier=None if same or not fulls else _multiplier(run, fulls[0], read),
                 usd=None if usd_per_hour is None else float(price_of(seconds, 1, usd_per_hour).amount),
             )
         )
@@ -104,9 +108,8 @@ def _step_seconds(run: RunRecord) -> float | None:
     return statistics.median(spent) if spent else None
 
 
-def _loss_at(run: RunRecord, seconds: float, runs: Sequence[RunRecord]) -> float | None:
+def _loss_at(run: RunRecord, seconds: float, read: ReadLoss) -> float | None:
     """The validation loss after `seconds` of training, interpolated between the evaluations before and after it."""
-    _, read = loss_of(runs)
     rows = run.evaluations
     if not rows:
         return None
@@ -117,17 +120,9 @@ def _loss_at(run: RunRecord, seconds: float, runs: Sequence[RunRecord]) -> float
     return read(rows[-1])
 
 
-def _peak_bytes(run: RunRecord) -> int | None:
-    if run.memory_peaks is None:
-        return None
-    peaks = [run.memory_peaks.full] if run.is_full else run.memory_peaks.blocks
-    return max(sum(peak.parts.values()) for peak in peaks)
-
-
-def _multiplier(run: RunRecord, full: RunRecord | None, runs: Sequence[RunRecord]) -> float | None:
+def _multiplier(run: RunRecord, full: RunRecord | None, read: ReadLoss) -> float | None:
     if full is None or run is full or not full.evaluations[-1].tokens:
         return None
-    _, read = loss_of(runs)
     needed = tokens_to_reach(read(full.evaluations[-1]), [(row.tokens, read(row)) for row in run.evaluations])
     return None if needed is None else needed / full.evaluations[-1].tokens
 

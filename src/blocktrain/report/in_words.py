@@ -1,6 +1,6 @@
 """A run in plain sentences: what it reached, what training in blocks saved against full training, and what it cost.
 
-The report prints them below its title and the command line prints them last. Every figure is one of the run's
+The report prints them below its title, and the command line prints them last. Every figure is one of the run's
 summary, but for the two that are not the run's own: how many more steps blocks need is measured by running full
 training as well, so a single run can only quote what was measured elsewhere (`tests/report/test_in_words.py` compares
 both with their result files).
@@ -60,7 +60,7 @@ def _reached(run: RunRecord, item: Summary) -> str:
 
 
 def _saved(run: RunRecord, item: Summary) -> str:
-    """Memory and FLOPs of a step beside those of a full step."""
+    """Memory and FLOPs of a step, compared with those of a full step."""
     parts: list[str] = []
     if item.memory is not None and item.memory_full is not None:
         mine, full = item.memory, item.memory_full
@@ -78,7 +78,7 @@ def _saved(run: RunRecord, item: Summary) -> str:
 
 
 def _instead(mine: int, full: int) -> str:
-    """Bytes beside those of full training.
+    """Bytes, compared with those of full training.
 
     >>> _instead(2**20, 2**22)
     '1.0 MiB instead of 4.0 MiB (75 % less)'

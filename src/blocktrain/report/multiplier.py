@@ -30,15 +30,11 @@ class MeasuredMultiplier:
         return None if self.bcd_tokens is None else self.bcd_tokens / self.full_tokens
 
 
-def per_byte(runs: Sequence[RunRecord]) -> bool:
-    """Whether every evaluation of every run has a loss per byte, which compares runs with different tokenizers."""
-    found = [row for run in runs for row in run.evaluations]
-    return bool(found) and all(row.loss_per_byte is not None for row in found)
-
-
 def loss_of(runs: Sequence[RunRecord]) -> tuple[str, Callable[[Evaluation], float]]:
-    """The unit of loss that all runs have, and the function that reads it from an evaluation."""
-    if per_byte(runs):
+    """The unit of loss that all runs have, and the function that reads it from an evaluation. Losses per byte also
+    compare runs with different tokenizers."""
+    found = [row for run in runs for row in run.evaluations]
+    if found and all(row.loss_per_byte is not None for row in found):
         return "nats per byte", lambda row: math.nan if row.loss_per_byte is None else row.loss_per_byte
     return f"nats per {runs[0].header.unit.removesuffix('s')}", lambda row: row.loss
 

@@ -40,30 +40,25 @@ def page(runs: Sequence[RunRecord]) -> str:
         sentences = in_words(runs[0], summaries[0])
         body = "".join(section.markup(runs[0]) for section in SECTIONS if not section.in_comparison)
     else:
-        comparison.require_comparable(runs)
+        body = comparison.figures(runs, names)
         title, meta = " · ".join(names), plural(len(runs), "run") + " compared"
         if len(runs) > 3:
             title, meta = meta, title
-        sentences, body = (_comparison_in_words(runs, names),), comparison.figures(runs, names)
+        found, (unit, _) = multipliers(runs, names), loss_of(runs)
+        sentence = f"Validation losses are in {unit}. A B-F multiplier needs a full run and a BCD run with the same"
+        sentences = [multipliers_text(found, runs[0].header.unit, unit) if found else f"{sentence} optimizer."]
     notices = [
         text for run, item, name in zip(runs, summaries, names, strict=True) for text in _notices(run, item, name)
     ]
     header = f'<h1>{escape(title)}</h1>\n<p class="meta">{escape(meta)}</p>\n'
-    header += "".join(f'<p class="lede">{escape(text)}</p>\n' for text in sentences)
+    lede = "".join(f'<p class="lede">{escape(text)}</p>\n' for text in sentences)
+    header += lede.replace("`blocktrain compare`", "<code>blocktrain compare</code>")
     header += "".join(f'<p class="notice">{escape(text)}</p>\n' for text in notices)
     named = list(zip(runs, names, strict=True))
     body += table(["", *columns(summaries)], [(row.label, *row.cells) for row in rows(summaries)], caption="In figures")
     body += "".join(section.markup(run, name) for section in SECTIONS if section.in_comparison for run, name in named)
     footer = "".join(_details(run, name) for run, name in named) + WRITTEN_FROM
     return document(title, header, body, footer, max(len(runs), *(len(run.header.blocks) for run in runs)))
-
-
-def _comparison_in_words(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    unit, _ = loss_of(runs)
-    found = multipliers(runs, names)
-    if found:
-        return multipliers_text(found, runs[0].header.unit, unit)
-    return f"Validation losses are in {unit}. A B-F multiplier needs a full run and a BCD run with the same optimizer."
 
 
 def _meta(run: RunRecord) -> str:

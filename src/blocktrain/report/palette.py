@@ -40,15 +40,13 @@ def colours(count: int) -> tuple[Colour, ...]:
     """One colour for each of `count` blocks or runs."""
     if count <= len(HUES):
         return HUES[:count]
-    return tuple(_on_ramp(index / (count - 1)) for index in range(count))
-
-
-def _on_ramp(share: float) -> Colour:
-    """The ramp's colour at `share` of its length."""
-    place = share * (len(RAMP) - 1)
-    index = min(int(place), len(RAMP) - 2)
-    low, high = RAMP[index], RAMP[index + 1]
-    return _mix(low[0], high[0], place - index), _mix(low[1], high[1], place - index)
+    found = []
+    for index in range(count):
+        place = index / (count - 1) * (len(RAMP) - 1)
+        step = min(int(place), len(RAMP) - 2)
+        low, high = RAMP[step], RAMP[step + 1]
+        found.append((_mix(low[0], high[0], place - step), _mix(low[1], high[1], place - step)))
+    return tuple(found)
 
 
 def _mix(low: str, high: str, share: float) -> str:

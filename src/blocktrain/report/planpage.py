@@ -1,4 +1,4 @@
-"""A plan as a page: memory by part beside what a card holds, cost against time, and the layouts."""
+"""A plan as a page: memory by part and what a card holds, cost against time, and the layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 
 from blocktrain.plan.fit import Candidate
-from blocktrain.plan.memory import MemoryPlan
 from blocktrain.plan.outcome import Outcome, alternative_cells, assumptions, binding, memory_savers, money, span, spread
 from blocktrain.report.axis import axis
 from blocktrain.report.chart import Bar, Dot, line_chart, stacked_bars
@@ -32,7 +31,12 @@ def plan_page(outcome: Outcome) -> str:
     title = f"Plan: {request.spec.name} on {request.cards} x {request.card}"
     found = outcome.fit.candidates[:MOST_BARS]
     lede = f"{format_count(request.spec.parameters)} parameters, {format_count(request.tokens)} tokens. "
-    lede += _words(found[0]) if found else "Nothing fits."
+    if found:
+        best = found[0]
+        cost = "" if best.dollars is None else f", {best.dollars}"
+        lede += f"Best: {label(best)}, {format_bytes(best.memory.peak)} per card, {span(best.seconds)}{cost}."
+    else:
+        lede += "Nothing fits."
     header = f'<h1>{escape(title)}</h1>\n<p class="lede">{escape(lede)}</p>\n'
     body = _memory(outcome, found) + _cost(outcome, found) + _layouts(outcome, found) + _alternatives(outcome)
     notes = "".join(f"<li>{escape(line)}</li>" for line in assumptions(outcome))
@@ -47,38 +51,23 @@ def label(item: Candidate) -> str:
     return f"{what}, {layout.precision.name}"
 
 
-def _words(item: Candidate) -> str:
-    cost = "" if item.dollars is None else f", {item.dollars}"
-    return f"Best: {label(item)}, {format_bytes(item.memory.peak)} per card, {span(item.seconds)}{cost}."
-
-
 def _memory(outcome: Outcome, found: Sequence[Candidate]) -> str:
     over = outcome.fit.overflow
     shown = [(label(item), item.memory) for item in found] or ([("nearest to fitting", over.memory)] if over else [])
     card = outcome.request.capacity.card
     limit = max([card, *(memory.peak for _, memory in shown)]) * 1.02
-    bars = [
-        Bar(
-            label=name,
-            pieces=[(size, colour, f"{part}: {format_bytes(size)}") for part, size, colour in _pieces(memory)],
-            text=format_bytes(memory.peak),
-            mark=card,
-            mark_title=f"the card holds {format_bytes(card)}",
-        )
-        for name, memory in shown
-    ]
+    bars = []
+    for name, memory in shown:
+        pieces = []
+        for index, (part, members) in enumerate(PARTS_BY_LABEL.items()):
+            size = sum(memory.parts[member] for member in members)
+            pieces.append((size, f"p{index}", f"{part}: {format_bytes(size)}"))
+        title = f"the card holds {format_bytes(card)}"
+        bars.append(Bar(label=name, pieces=pieces, text=format_bytes(memory.peak), mark=card, mark_title=title))
     items = "".join(f'<li><i class="swatch p{index}"></i>{name}</li>' for index, name in enumerate(PARTS_BY_LABEL))
     note = "bytes by part in the worst phase of a step. The tick marks what a card holds."
     chart = stacked_bars(bars, limit, label="peak memory by part")
     return figure("Memory of a card", note, f'<ul class="key">{items}</ul>', f'<div class="bars named">{chart}</div>')
-
-
-def _pieces(memory: MemoryPlan) -> list[tuple[str, float, str]]:
-    """(label, bytes, colour), in the order in which they are stacked."""
-    return [
-        (name, sum(memory.parts[part] for part in parts), f"p{index}")
-        for index, (name, parts) in enumerate(PARTS_BY_LABEL.items())
-    ]
 
 
 def _cost(outcome: Outcome, found: Sequence[Candidate]) -> str:

@@ -75,6 +75,10 @@ class RunRecord:
         header = last(RunHeader)
         if header is None:
             raise DataError(f"'{path}' has no 'run' record; is '{folder}' the folder of a run that has started?")
+        try:
+            details = json.loads((folder / "run.json").read_text())
+        except (OSError, ValueError):
+            details = {}  # a report is about the log and does without a description that is lost
         # A run that was resumed after its end has taken further steps since: it has not ended yet.
         ended = next((record for record in reversed(records) if isinstance(record, RunEnd | Step)), None)
         return cls(
@@ -91,7 +95,7 @@ class RunRecord:
             samples=every(Sample),
             memory_peaks=last(MemoryPeaks),
             micro_batch=last(MicroBatch),
-            details=_details(folder / "run.json"),
+            details=details if isinstance(details, dict) else {},
         )
 
     @property
@@ -151,7 +155,14 @@ class RunRecord:
         """
         if self.cost is None:
             return 0
-        spent = self.uncached_flops_until(step) - self._flops_saved_until(step)
+        spent = self.uncached_flops_until(step)
+        begun = {visit.visit: visit.step for visit in self.visits}
+        for use in self.cache_uses:
+            start = begun.get(use.visit, use.step)
+            if step >= use.step:
+                spent -= use.flops_saved
+            elif step > start:
+                spent -= use.flops_saved * (step - start) // (use.step - start)
         total = None if self.end is None else self.end.flops
         if self.end is None or total is None:
             return spent
@@ -169,23 +180,3 @@ class RunRecord:
             max(min(step, stop) - visit.step, 0) * cost_of(visit)
             for visit, stop in zip(self.visits, stops, strict=True)
         )
-
-    def _flops_saved_until(self, step: int) -> int:
-        begun = {visit.visit: visit.step for visit in self.visits}
-        saved = 0
-        for use in self.cache_uses:
-            start = begun.get(use.visit, use.step)
-            if step >= use.step:
-                saved += use.flops_saved
-            elif step > start:
-                saved += use.flops_saved * (step - start) // (use.step - start)
-        return saved
-
-
-def _details(path: Path) -> Mapping[str, Any]:
-    """`run.json`, or nothing: a report is about the log and does without a description that is lost."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

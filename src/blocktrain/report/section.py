@@ -57,14 +57,6 @@ def has_several_blocks(run: RunRecord) -> bool:
     return not run.is_full and len(run.header.blocks) > 1 and bool(run.visits)
 
 
-def _always(run: RunRecord) -> bool:
-    return True
-
-
-def _no_note(run: RunRecord) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A part of the page that shows one run.
@@ -79,8 +71,8 @@ class Section:
 
     title: str
     html: Callable[[RunRecord], str]
-    note: Callable[[RunRecord], str] = _no_note
-    condition: Callable[[RunRecord], bool] = _always
+    note: Callable[[RunRecord], str] = lambda run: ""
+    condition: Callable[[RunRecord], bool] = lambda run: True
     form: Literal["wide", "half", "folded"] = "wide"
     in_comparison: bool = False
 

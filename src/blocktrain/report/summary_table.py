@@ -1,4 +1,4 @@
-"""The figures of runs as a table: a column for each run, or one run beside full training and what it saved."""
+"""The figures of runs as a table: a column for each run, or one run, full training, and what the run saved."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ class _Shown:
     summaries: Sequence[Summary]
 
     @property
-    def first(self) -> Summary:
-        return self.summaries[0]
-
-    @property
     def is_beside_full(self) -> bool:
-        """Whether a single run is shown beside what full training would cost."""
-        return len(self.summaries) == 1 and not self.first.is_full
+        """Whether a single run is compared with what full training would cost."""
+        return len(self.summaries) == 1 and not self.summaries[0].is_full
 
     def row(
         self, label: str, read: Callable[[Summary], T | None], show: Callable[[T], str], full: T | None = None
     ) -> Row:
-        """The row of the quantity that `read` takes from a summary; `full` is full training's value of it."""
+        """The row of the quantity that `read` takes from a summary. `full` is full training's value of it; beside that
+        stands the share that the run saved, unless the two are equal."""
         values = [read(item) for item in self.summaries]
         cells = [ABSENT if value is None else show(value) for value in values]
         if self.is_beside_full:
-            cells += ["", ""] if full is None else [show(full), _saving(values[0], full)]
+            value = values[0]
+            cells += ["" if full is None else show(full), ""]
+            if isinstance(value, int | float) and isinstance(full, int | float) and full and value != full:
+                cells[-1] = percent(1 - value / full)
         return Row(label, tuple(cells))
 
 
@@ -87,8 +87,9 @@ def _results(shown: _Shown) -> Iterator[Row]:
     yield row("model", lambda item: item.model, str)
     yield row("parameters", lambda item: item.parameters, format_count)
     yield row("blocks", lambda item: item.blocks, str)
-    if not all(map(_one_loss_says_all, shown.summaries)):
-        unit = shown.first.unit.removesuffix("s")
+    losses = [(item.validation_loss, item.validation_loss_per_byte) for item in shown.summaries]
+    if not all(loss is None or (per_byte is not None and agree(loss, per_byte)) for loss, per_byte in losses):
+        unit = shown.summaries[0].unit.removesuffix("s")
         yield row(f"validation loss, nats per {unit}", lambda item: item.validation_loss, decimal)
     yield row("validation loss, nats per byte", lambda item: item.validation_loss_per_byte, decimal)
     yield row("validation accuracy", lambda item: item.accuracy, percent)
@@ -98,7 +99,7 @@ def _results(shown: _Shown) -> Iterator[Row]:
 
 def _flops(shown: _Shown) -> Iterator[Row]:
     """What a step and the run cost. The formula knows no cache, so it is compared with the uncached count."""
-    row, first = shown.row, shown.first
+    row, first = shown.row, shown.summaries[0]
     cached = any(item.cache_rows is not None for item in shown.summaries)
     whole = "whole model" if any(item.layers_left_out for item in shown.summaries) else "uncached" if cached else ""
     formula, excess = "of a full step, by the formula", "counted beyond the formula"
@@ -129,7 +130,7 @@ def _cache(shown: _Shown) -> Iterator[Row]:
 
 
 def _memory(shown: _Shown) -> Iterator[Row]:
-    row, first = shown.row, shown.first
+    row, first = shown.row, shown.summaries[0]
     largest = "" if all(item.is_full for item in shown.summaries) else ", largest block"
     full = first.memory_full or {}
     yield row(f"optimizer state{largest}", lambda item: item.optimizer_bytes, format_bytes, first.optimizer_bytes_full)
@@ -144,25 +145,16 @@ def _memory(shown: _Shown) -> Iterator[Row]:
 
 
 def _progress(shown: _Shown) -> Iterator[Row]:
-    row, unit = shown.row, shown.first.unit
+    row, unit = shown.row, shown.summaries[0].unit
     yield row(f"{unit} seen", lambda item: item.tokens, format_count)
     yield row("steps", lambda item: item.steps, "{:,}".format)
     yield row("visits", lambda item: None if item.is_full else item.visits, str)
     yield row("wall time", lambda item: item.seconds, format_seconds)
-    yield row(f"{unit} per second", lambda item: item.tokens_per_second, _rate)
-
-
-def _saving(value: object, full: object) -> str:
-    """The share of full training's value that the run saved; nothing where they are equal."""
-    if isinstance(value, int | float) and isinstance(full, int | float) and full and value != full:
-        return percent(1 - value / full)
-    return ""
-
-
-def _one_loss_says_all(item: Summary) -> bool:
-    """Whether the losses per token and per byte agree to three digits, so that one of them is enough."""
-    loss, per_byte = item.validation_loss, item.validation_loss_per_byte
-    return loss is None or (per_byte is not None and agree(loss, per_byte))
+    yield row(
+        f"{unit} per second",
+        lambda item: item.tokens_per_second,
+        lambda rate: f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
+    )
 
 
 def _flops_saved(item: Summary) -> str | None:
@@ -177,10 +169,6 @@ def _stored_as(item: Summary) -> str | None:
         return None
     error = item.cache_encoding_error
     return ", ".join(item.cache_dtypes) + (f", relative error {format_small(error)}" if error else "")
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _total(memory: Bytes | None) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 
-from blocktrain.records.run_records import Evaluation, Step, VisitStart
+from blocktrain.records.run_records import Evaluation, Step
 from blocktrain.report.axis import START, Axis, count_axis, time_axis, typical_range, without_start
 from blocktrain.report.chart import Dot, Line, Stretch, Track, line_chart, timeline, values
 from blocktrain.report.format import agree, decimal, format_small, percent
@@ -24,13 +24,20 @@ def visit_timeline(run: RunRecord, x: Axis) -> str:
     following = {before.visit: after for before, after in zip(run.visits, run.visits[1:], strict=False)}
     stretches = []
     for visit in run.visits:
-        end = ended.get(visit.visit) or following.get(visit.visit)
+        retired = ended.get(visit.visit)
+        end = retired or following.get(visit.visit)
+        title = f"visit {visit.visit}, sweep {visit.sweep}, block {visit.block}: from {format_count(visit.tokens)}"
+        if retired:
+            took = format_seconds(retired.seconds - visit.seconds)
+            title += f" to {format_count(retired.tokens)} {run.header.unit}, {took}; retired: {retired.reason}"
+        else:
+            title += f" {run.header.unit}; not retired"
         stretches.append(
             Stretch(
                 row=visit.block,
                 start=visit.tokens,
                 stop=end.tokens if end else max(run.tokens, visit.tokens),
-                title="" if len(run.visits) > MOST_TITLES else _title(run, visit),
+                title="" if len(run.visits) > MOST_TITLES else title,
                 colour=block_colour(run, visit.block) + ("" if visit.visit in ended else " open"),
             )
         )
@@ -38,15 +45,6 @@ def visit_timeline(run: RunRecord, x: Axis) -> str:
     names = ["" if many and block.index % 2 else str(block.index) for block in run.header.blocks]
     drawn = timeline(x, names, stretches, label="visits", row_height=10 if many else 20)
     return f'<p class="axis-name">active block</p>{drawn}'
-
-
-def _title(run: RunRecord, visit: VisitStart) -> str:
-    text = f"visit {visit.visit}, sweep {visit.sweep}, block {visit.block}: from {format_count(visit.tokens)}"
-    for row in run.visit_ends:
-        if row.visit == visit.visit:
-            took = format_seconds(row.seconds - visit.seconds)
-            return f"{text} to {format_count(row.tokens)} {run.header.unit}, {took}; retired: {row.reason}"
-    return f"{text} {run.header.unit}; not retired"
 
 
 ReadX = Callable[[Step | Evaluation], float]  # where a record lies on the x axis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from blocktrain.report.cache_totals import CacheTotals, Reason, abandoned, by_block, reasons, totals
+from blocktrain.report.cache_totals import CacheTotals, abandoned, by_block, reasons, totals
 from blocktrain.report.format import ABSENT, flops_text, format_small, percent, plural, seconds_text
 from blocktrain.report.run import RunRecord
 from blocktrain.report.section import Section, table
@@ -21,7 +21,13 @@ def _html(run: RunRecord) -> str:
     if run.cache_uses:
         rows = [_row(str(block), figures) for block, figures in by_block(run.cache_uses).items()]
         done = table(HEADINGS, rows, total=_row("all", totals(run.cache_uses)))
-    return done + _reasons(reasons(run.cache_decisions))
+    items = ""
+    for reason in reasons(run.cache_decisions):  # the lowest block has no prefix, so its visits are not listed
+        often, place = plural(reason.visits, "visit"), reason.place or "not cached"
+        often += "" if reason.text.startswith(f"{place}:") else f", {place}"
+        differ = " (the first of these visits; the figures of the others differ)" if reason.figures_differ else ""
+        items += f"<li><span>{escape(often)}</span> {escape(reason.text)}{differ}</li>"
+    return done + (f'<ul class="reasons">{items}</ul>' if items else "")
 
 
 def _note(run: RunRecord) -> str:
@@ -63,22 +69,6 @@ def _row(label: str, figures: CacheTotals) -> list[str]:
         flops_text(figures.flops_saved),
         seconds_text(figures.seconds_saved),
     ]
-
-
-def _reasons(found: list[Reason]) -> str:
-    """Where each visit stored its prefix and why. The lowest block has no prefix, so its visits are not listed."""
-    items = "".join(
-        f"<li><span>{escape(_how_often(reason))}</span> {escape(reason.text)}"
-        f"{' (the first of these visits; the figures of the others differ)' if reason.figures_differ else ''}</li>"
-        for reason in found
-    )
-    return f'<ul class="reasons">{items}</ul>' if items else ""
-
-
-def _how_often(reason: Reason) -> str:
-    place = reason.place or "not cached"
-    often = plural(reason.visits, "visit")
-    return often if reason.text.startswith(f"{place}:") else f"{often}, {place}"
 
 
 PREFIX_CACHE = Section(

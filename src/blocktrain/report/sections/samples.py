@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from blocktrain.records.run_records import Sample
@@ -21,27 +20,23 @@ def _first_and_last(run: RunRecord) -> tuple[list[Sample], list[Sample]]:
 
 def _note(run: RunRecord) -> str:
     first, last = _first_and_last(run)
-    shown = [first, last] if first[0].step != last[0].step else [last]
-    matches = ", ".join(f"{percent(_correct(rows))} after step {rows[0].step:,}" for rows in shown)
+    matches = ", ".join(
+        f"{percent(sum(row.correct for row in rows) / len(rows))} after step {rows[0].step:,}"
+        for rows in ([first, last] if first[0].step != last[0].step else [last])
+    )
     return f"greedy answers to {plural(len(last), 'validation prompt')}. Exact match: {matches}."
 
 
 def _html(run: RunRecord) -> str:
-    pairs = list(zip(*_first_and_last(run), strict=False))
-    return "".join(_prompt(first, last) for first, last in pairs[:MOST_PROMPTS])
-
-
-def _correct(samples: Sequence[Sample]) -> float:
-    return sum(row.correct for row in samples) / len(samples)
-
-
-def _prompt(first: Sample, last: Sample) -> str:
-    """One prompt and its answers; all of it is text that a model or a stranger wrote, so it is escaped."""
-    rows = [("prompt", last.prompt), ("expected", last.expected)]
-    for row in [first, last] if first.step != last.step else [last]:
-        rows.append((f"after step {row.step:,}" + (" (correct)" if row.correct else ""), row.text))
-    body = "".join(f"<dt>{escape(heading)}</dt><dd><pre>{escape(text)}</pre></dd>" for heading, text in rows)
-    return f'<dl class="sample">{body}</dl>\n'
+    """Prompts and their answers; all of it is text that a model or a stranger wrote, so it is escaped."""
+    html = ""
+    for first, last in list(zip(*_first_and_last(run), strict=False))[:MOST_PROMPTS]:
+        rows = [("prompt", last.prompt), ("expected", last.expected)]
+        for row in [first, last] if first.step != last.step else [last]:
+            rows.append((f"after step {row.step:,}" + (" (correct)" if row.correct else ""), row.text))
+        body = "".join(f"<dt>{escape(heading)}</dt><dd><pre>{escape(text)}</pre></dd>" for heading, text in rows)
+        html += f'<dl class="sample">{body}</dl>\n'
+    return html
 
 
 SAMPLES = Section(

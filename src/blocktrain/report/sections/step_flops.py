@@ -1,4 +1,4 @@
-"""Counted FLOPs of a step with each block active, as shares of a full step, beside the closed formula."""
+"""Counted FLOPs of a step with each block active, as shares of a full step, and the closed formula's values."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from blocktrain.report.chart import Bar, stacked_bars
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
 from blocktrain.report.section import Section, block_colour
-
-
-def _condition(run: RunRecord) -> bool:
-    return run.cost is not None and not run.is_full and bool(run.cost.flops.full and run.cost.flops.blocks)
 
 
 def _note(run: RunRecord) -> str:
@@ -59,4 +55,10 @@ def _share_bar(
     return Bar(label=label, pieces=pieces, text=f"{spent / full:.3f}", mark=formula, mark_title=title, strong=strong)
 
 
-STEP_FLOPS = Section(title="FLOPs of a step", note=_note, html=_html, condition=_condition, form="half")
+STEP_FLOPS = Section(
+    title="FLOPs of a step",
+    note=_note,
+    html=_html,
+    condition=lambda run: bool(not run.is_full and run.cost and run.cost.flops.full and run.cost.flops.blocks),
+    form="half",
+)

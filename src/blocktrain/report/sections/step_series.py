@@ -30,10 +30,12 @@ def _series(title: str, note: str, read: Callable[[Step], float], name: str) -> 
         data = values([Track(columns=["step", title.lower()], rows=rows)], x, y, name)
         return plot(line_chart(x, y, lines, label=title, height=110), name, data)
 
-    def has_values(run: RunRecord) -> bool:
-        return sum(math.isfinite(read(row)) for row in run.steps) >= 2
-
-    return Section(title=title, note=lambda run: note.format(unit=run.header.unit), html=html, condition=has_values)
+    return Section(
+        title=title,
+        note=lambda run: note.format(unit=run.header.unit),
+        html=html,
+        condition=lambda run: sum(math.isfinite(read(row)) for row in run.steps) >= 2,
+    )
 
 
 LEARNING_RATE = _series("Learning rate", "by training {unit}.", lambda row: row.lr, "lr")

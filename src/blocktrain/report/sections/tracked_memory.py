@@ -19,7 +19,8 @@ def _html(run: RunRecord) -> str:
     rows = [["full training", *_cells(full, None, _measured(run, 0) if run.is_full else None)]]
     if not run.is_full:
         for index, peak in enumerate(run.memory_peaks.blocks):
-            rows.append([f"block {index}", *_cells(peak, _cached(run, index), _measured(run, index))])
+            in_memory = [use.bytes for use in run.cache_uses if use.block == index and use.place != "file"]
+            rows.append([f"block {index}", *_cells(peak, max(in_memory, default=None), _measured(run, index))])
     kept = [at for at in range(len(HEADINGS)) if any(cells[at] != ABSENT for cells in rows)]
     return table([HEADINGS[at] for at in kept], [[cells[at] for at in kept] for cells in rows])
 
@@ -45,11 +46,6 @@ def _cells(peak: PeakMemory, cached: int | None, measured: int | None) -> list[s
     counts = [total, measured, *known, total - sum(known), cached, peak.host_bytes]
     texts = [format_bytes(count) if count else ABSENT for count in counts]
     return [*texts, peak.operation.removeprefix("aten.").removesuffix(".default") or ABSENT]
-
-
-def _cached(run: RunRecord, block: int) -> int | None:
-    """Bytes that the block's cache took of memory: not of the disk."""
-    return max((use.bytes for use in run.cache_uses if use.block == block and use.place != "file"), default=None)
 
 
 def _measured(run: RunRecord, block: int) -> int | None:
