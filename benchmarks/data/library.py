@@ -208,7 +208,7 @@ def _cache_in_a_rank(folder: Path, barrier: Any) -> None:
             (place / str(row)).touch()
 
     barrier.wait(60)
-    cached_folder(folder / "cache", "rows", key=0, state=0, write=write)
+    cached_folder(folder / "cache", "rows", source=0, key=0, state=0, write=write)
 
 
 def _log(path: Path) -> None:

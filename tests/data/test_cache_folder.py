@@ -34,18 +34,40 @@ def _folders(home):
 
 
 def test_built_once_then_found(tmp_path):
-    folder = cached_folder(tmp_path, "text", key={"a": 1}, state=[1], write=_write)
-    assert cached_folder(tmp_path, "text", key={"a": 1}, state=[1], write=_never) == folder
+    folder = cached_folder(tmp_path, "text", source="s", key={"a": 1}, state=[1], write=_write)
+    assert cached_folder(tmp_path, "text", source="s", key={"a": 1}, state=[1], write=_never) == folder
     assert (folder / "data").read_text() == "whole"
-    assert cached_folder(tmp_path, "text", key={"a": 2}, state=[1], write=_write) != folder
+    assert cached_folder(tmp_path, "text", source="s", key={"a": 2}, state=[1], write=_write) != folder
 
 
 def test_another_state_replaces_the_folder_and_leaves_open_files_readable(tmp_path):
-    old = cached_folder(tmp_path, "text", key="k", state=1, write=_write)
+    old = cached_folder(tmp_path, "text", source="s", key="k", state=1, write=_write)
     with (old / "data").open() as still_open:
-        new = cached_folder(tmp_path, "text", key="k", state=2, write=_write)
+        new = cached_folder(tmp_path, "text", source="s", key="k", state=2, write=_write)
         assert _folders(tmp_path) == [new.name]
         assert still_open.read() == "whole"
+
+
+def test_a_copy_of_the_data_at_another_place_finds_the_folder(tmp_path):
+    folder = cached_folder(tmp_path, "text", source="here", key="k", state=1, write=_write)
+    assert cached_folder(tmp_path, "text", source="there", key="k", state=1, write=_never) == folder
+
+
+def test_a_change_at_one_place_leaves_what_was_built_from_another(tmp_path):
+    here = cached_folder(tmp_path, "text", source="here", key="k", state=1, write=_write)
+    cached_folder(tmp_path, "text", source="there", key="k", state=2, write=_write)
+    changed = cached_folder(tmp_path, "text", source="there", key="k", state=3, write=_write)
+    assert sorted(_folders(tmp_path)) == sorted([here.name, changed.name])
+
+
+def test_a_copy_that_was_built_in_the_meantime_is_taken(tmp_path):
+    def write(folder):
+        cached_folder(tmp_path, "text", source="there", key="k", state=1, write=_write_second)
+        _write(folder)
+
+    folder = cached_folder(tmp_path, "text", source="here", key="k", state=1, write=write)
+    assert (folder / "data").read_text() == "second"
+    assert _folders(tmp_path) == [folder.name]
 
 
 def test_an_error_leaves_nothing(tmp_path):
@@ -54,7 +76,7 @@ def test_an_error_leaves_nothing(tmp_path):
         raise DataError("line 7 is wrong")
 
     with pytest.raises(DataError, match="line 7"):
-        cached_folder(tmp_path, "text", key="k", state=1, write=fail)
+        cached_folder(tmp_path, "text", source="s", key="k", state=1, write=fail)
     assert _folders(tmp_path) == []
 
 
@@ -63,7 +85,7 @@ def _build_and_die(home):
         _write(folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    cached_folder(home, "text", key="k", state=1, write=write)
+    cached_folder(home, "text", source="s", key="k", state=1, write=write)
 
 
 def test_a_process_killed_while_it_builds(tmp_path):
@@ -74,7 +96,7 @@ def test_a_process_killed_while_it_builds(tmp_path):
     assert process.exitcode == -signal.SIGKILL
     (left,) = _folders(tmp_path)
     assert left.endswith(".part")
-    folder = cached_folder(tmp_path, "text", key="k", state=1, write=_write_second)
+    folder = cached_folder(tmp_path, "text", source="s", key="k", state=1, write=_write_second)
     assert _folders(tmp_path) == [folder.name]
     assert (folder / "data").read_text() == "second"
 
@@ -86,7 +108,7 @@ def _build_and_count(home, barrier, log):
         _write(folder)
 
     barrier.wait(20)
-    folder = cached_folder(home, "text", key="k", state=1, write=write)
+    folder = cached_folder(home, "text", source="s", key="k", state=1, write=write)
     assert (folder / "data").read_text() == "whole"
 
 
@@ -104,14 +126,14 @@ def test_one_of_several_racing_processes_builds(tmp_path):
 
 def test_no_room_is_a_storage_error(tmp_path, no_file_larger_than):
     with no_file_larger_than(4096), pytest.raises(StorageError, match="no room left while writing"):
-        cached_folder(tmp_path, "text", key="k", state=1, write=_write_large)
+        cached_folder(tmp_path, "text", source="s", key="k", state=1, write=_write_large)
     assert _folders(tmp_path) == []
 
 
 def test_a_home_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"cannot write '.*file/text-"):
-        cached_folder(tmp_path / "file", "text", key="k", state=1, write=_write)
+        cached_folder(tmp_path / "file", "text", source="s", key="k", state=1, write=_write)
 
 
 def test_the_configured_home_and_the_default_one(monkeypatch, tmp_path):

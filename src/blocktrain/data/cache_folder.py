@@ -1,11 +1,13 @@
 """Folders of derived data: built once, either complete or absent, and rebuilt when their source has changed.
 
-    <home>/text-<hash of key>/lock                  held by the one process that builds
-                             /<hash of state>/      complete: renamed to this name at the end, never changed afterwards
-                             /<hash of state>.part/ being built, or left by a killed process; the next build removes it
+    <home>/text-<hash of key>/<hash of source>.lock                  held by the one process that builds
+                             /<hash of state>/                       complete: renamed to this name at the end
+                             /<hash of state>.<hash of source>.part/ being built, or left by a killed process
 
-The key says which data these are (source, tokenizer, ...); the state says what the source looked like. Why this is not
-the cache of `datasets`: docs/decisions/0018-datasets-library.md.
+The key says how the data are read (tokenizer, ...), the state is what they contain, and the source is where they are.
+The name of a complete folder depends on the first two alone, so a copy of the data elsewhere finds it too; the source
+decides what is removed: what was built from it before it changed. Why this is not the cache of `datasets`:
+docs/decisions/0018-datasets-library.md.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from blocktrain.errors import storage_errors
@@ -35,12 +37,17 @@ def cache_home(configured: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
 
 
-def cached_folder(home: Path, kind: str, *, key: object, state: object, write: Callable[[Path], None]) -> Path:
-    """The complete folder for `key` and `state`, two JSON values; `write(folder)` fills it if it does not exist yet.
+def cached_folder(
+    home: Path, kind: str, *, source: object, key: object, state: object, write: Callable[[Path], None]
+) -> Path:
+    """The complete folder for `key` and `state`; `write(folder)` fills it if it does not exist yet.
 
-    Other processes that want the same folder wait until it is complete, and a killed process leaves nothing that is
-    used. Folders of the same key and another state are removed; a process that has mapped their files keeps them.
-    Raises `StorageError` when the folder cannot be written, and whatever `write` raises; then nothing is left behind.
+    source, key, state: JSON values, see the module.
+
+    Other processes that want the folder of the same source wait until it is complete, and a killed process leaves
+    nothing that is used. Folders that were built from an earlier state of the source are removed; a process that has
+    mapped their files keeps them. Raises `StorageError` when the folder cannot be written, and whatever `write` raises;
+    then nothing is left behind.
     """
     place = home / f"{kind}-{digest(key)}"
     folder = place / digest(state)
@@ -48,28 +55,38 @@ def cached_folder(home: Path, kind: str, *, key: object, state: object, write: C
         return folder
     with storage_errors(place):
         place.mkdir(parents=True, exist_ok=True)
-    with _locked(place / "lock"):
+    with _locked(place / f"{digest(source)}.lock"):
         if folder.is_dir():  # another process built it while this one waited
             return folder
-        for stale in place.iterdir():
-            if stale.is_dir():
-                shutil.rmtree(stale, ignore_errors=True)
+        for other in place.iterdir():
+            if other.name.endswith(f".{digest(source)}.part") or _source_of(other) == source:
+                shutil.rmtree(other, ignore_errors=True)
         logger.info("building '%s' for %s", folder, key)
-        part = folder.with_suffix(".part")
+        part = folder.with_suffix(f".{digest(source)}.part")
         try:
             with storage_errors(part):
                 part.mkdir()
-                (part / "key.json").write_text(json.dumps(key, indent=1))
+                (part / "key.json").write_text(json.dumps({"source": source, "key": key}, indent=1))
                 write(part)
                 for path in part.rglob("*"):  # a power cut must not leave a complete name without its content
                     if path.is_file():
                         with path.open("rb") as file:
                             os.fsync(file.fileno())
-                part.rename(folder)
-        except BaseException:
+                try:
+                    part.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # if it is one, it was built from a copy of the data in the meantime
+                        raise
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            raise
     return folder
+
+
+def _source_of(folder: Path) -> object:
+    """What a complete folder was built from; None for anything else."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((folder / "key.json").read_text())["source"]
+    return None
 
 
 def digest(value: object) -> str:

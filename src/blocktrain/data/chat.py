@@ -96,7 +96,6 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
     corpora = open_sources(config.source, config.validation, text_field=None, cache=home)
     key = {
         "format": _FORMAT,
-        "corpora": [corpus.name for corpus in corpora],
         "validation_share": config.validation_share,
         "max_conversations": config.max_conversations,
         "template": template.fingerprint,
@@ -107,7 +106,8 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
         for name, documents in zip(("train", "validation"), both, strict=True):
             _encode(documents, template, folder / name)
 
-    folder = cached_folder(home, "chat", key=key, state=[corpus.state() for corpus in corpora], write=write)
+    source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
+    folder = cached_folder(home, "chat", source=source, key=key, state=state, write=write)
     train, validation = (
         ChatRows(
             folder / name,

@@ -20,11 +20,13 @@ class FileCorpus:
     """Documents in files: one per text file, one per row of `.jsonl`, `.parquet` and `.arrow`.
 
     text_field: the field of a row that is the text; None: all its fields, as JSON.
+    cache: the folder where the digests of large files are remembered.
     """
 
     name: str
     files: Files
     text_field: str | None
+    cache: Path
 
     @property
     def splits(self) -> tuple[Split, ...]:
@@ -37,8 +39,8 @@ class FileCorpus:
             yield from file_records(file) if self.text_field is None else file_documents(file, self.text_field)
 
     def state(self) -> list[FileState]:
-        """Split, name, size and modification time of every file."""
-        return files_state(self.files)
+        """See `files_state`."""
+        return files_state(self.files, self.cache)
 
 
 def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) -> Corpus:
@@ -53,12 +55,12 @@ def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) ->
     Raises `DataError` when there is no such source.
     """
     if source == "stdlib" and text_field is not None:
-        return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field)
+        return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field, cache=cache)
     path = Path(source).expanduser()
     suffixes = RECORD_SUFFIXES if text_field is None else DOCUMENT_SUFFIXES
     if path.exists():
         files = find_files(path, suffixes)
-        return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field)
+        return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field, cache=cache)
     if is_hub_name(source) and path.suffix not in suffixes:
         return HubCorpus(source, text_field=text_field, cache=cache)
     raise DataError(

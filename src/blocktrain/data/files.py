@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from blocktrain.data.content_digest import content_digest
 from blocktrain.data.document import Split
 from blocktrain.errors import DataError
 
@@ -42,7 +43,7 @@ class SourceFile:
 
 
 Files = Mapping[Split, tuple[SourceFile, ...]]
-FileState = list[str | int]  # split, name, size, time of the last modification in nanoseconds
+FileState = list[str]  # split, name, digest of the content
 
 
 def split_of(path: PurePath) -> Split | None:
@@ -101,11 +102,13 @@ def _walk(source: Path) -> Iterator[PurePath]:
                 yield PurePath(folder, name).relative_to(source)
 
 
-def files_state(files: Files) -> list[FileState]:
-    """The state of every file; it differs once any of them has changed."""
+def files_state(files: Files, cache: Path) -> list[FileState]:
+    """The names and contents of all files. It does not depend on where the files are.
+
+    cache: the folder where the digests of large files are remembered.
+    """
     return [
-        [split, file.id, status.st_size, status.st_mtime_ns]
+        [split, file.id, content_digest(file.path, cache)]
         for split, members in sorted(files.items())
         for file in members
-        for status in (file.path.stat(),)
     ]

@@ -79,8 +79,9 @@ class HubCorpus:
                 if text:
                     yield Document(id=f"{part}#{row}", text=text)
 
-    def state(self) -> None:
-        """Nothing: the name stands for the content."""
+    def state(self) -> str:
+        """The name, which stands for the content."""
+        return self.name
 
     def _unreadable(self, error: Exception) -> DataError:
         return DataError(

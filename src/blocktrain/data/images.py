@@ -153,11 +153,13 @@ def open_images(config: ImageConfig, *, seed: int = 0) -> TrainingData[ImageRows
     training_files, validation_files = _split_files(config)
 
     def decoded(files: tuple[SourceFile, ...]) -> Path:
+        home = cache_home(config.cache)
         return cached_folder(
-            cache_home(config.cache),
+            home,
             "images",
-            key={"format": _FORMAT, "files": [str(file.path.resolve()) for file in files]},
-            state=files_state({"train": files}),
+            source=[str(file.path.resolve()) for file in files],
+            key={"format": _FORMAT},
+            state=files_state({"train": files}, home),
             write=lambda folder: _decode(files, folder),
         )
 

@@ -75,7 +75,6 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     corpora = open_sources(config.source, config.validation, text_field=None, cache=home)
     key = {
         "format": _FORMAT,
-        "corpora": [corpus.name for corpus in corpora],
         "validation_share": config.validation_share,
         "fields": [config.text_field, config.label_field],
         "max_documents": config.max_documents,
@@ -99,7 +98,8 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
             np.save(folder / name / "labels.npy", np.array([numbers[value] for value in values], np.int64))
         (folder / "classes.json").write_text(json.dumps(classes))
 
-    folder = cached_folder(home, "labelled", key=key, state=[corpus.state() for corpus in corpora], write=write)
+    source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
+    folder = cached_folder(home, "labelled", source=source, key=key, state=state, write=write)
     pad = tokenizer.pretrained.pad_token_id
     pad = pad if isinstance(pad, int) else tokenizer.eos
     train, validation = (

@@ -58,7 +58,6 @@ def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
     corpora = open_sources(config.source, config.validation, text_field=config.text_field, cache=home)
     key = {
         "format": FORMAT,
-        "corpora": [corpus.name for corpus in corpora],
         "validation_share": config.validation_share,
         "text_field": config.text_field,
         "max_documents": config.max_documents,
@@ -70,7 +69,8 @@ def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
         tokenize_documents(train, tokenizer, folder / "train")
         tokenize_documents(validation, tokenizer, folder / "validation")
 
-    folder = cached_folder(home, "text", key=key, state=[corpus.state() for corpus in corpora], write=write)
+    source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
+    folder = cached_folder(home, "text", source=source, key=key, state=state, write=write)
     train = TokenRows.open(folder / "train", row_tokens=config.row_tokens)
     validation = TokenRows.open(folder / "validation", row_tokens=config.row_tokens)
     return TrainingData(
