@@ -1,4 +1,4 @@
-"""The same model, data, tokens and evaluation under several methods, one after another, side by side in one report.
+"""Trains the same model on the same data by several methods, one after another, side by side in one report.
 
 With a search, each method gets the same number of runs: one for each learning rate on the first seed, then the other
 seeds at the rate whose validation loss ended lowest.
@@ -86,7 +86,7 @@ def compare(
 ) -> Comparison:
     """Train `config` with each of `methods` into `out/<method>`, for the same number of steps.
 
-    A comparison that was interrupted goes on where it stopped when called again with the same configuration.
+    A comparison that was interrupted continues where it stopped when it is called again with the same configuration.
     """
     device = pick_device(config.device)
     chosen = {name: method(name, device) for name in methods}

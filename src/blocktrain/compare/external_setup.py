@@ -157,7 +157,7 @@ def train_external(
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether the folder holds a run that came to its end."""
+    """Whether the folder holds a finished run."""
     return folder.events.exists() and any(event["kind"] == "end" for event in read_events(folder.events))
 
 
@@ -186,7 +186,7 @@ def _measured(config: RunConfig, adapter: Adapter, out: Path) -> MethodCosts:
 
 
 def _opening_of_full(config: RunConfig, method: str) -> Opening:
-    """What full training of the same model is and costs, all rows at a time where the size is left open."""
+    """Full training of the same model and what it costs, with all rows at a time where the size is left open."""
     batch = replace(config.batch, micro_rows=None) if config.batch.micro_rows == "auto" else config.batch
     full = replace(
         config,

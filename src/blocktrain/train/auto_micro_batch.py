@@ -1,9 +1,9 @@
 """`batch.micro_rows = "auto"`: the largest part of a batch that fits, predicted first and then rehearsed.
 
-For each divisor of `batch.rows`, the largest first: the peak of each block's step is predicted on a copy without
-memory; if all fit into what is free, the forward and backward pass of the worst block is run for real, with what its
-visit will hold beside it. One that runs out of memory after all is divided further. It is decided once, before the
-first step, and logged: a resumed run keeps it, for the sums of micro-batches differ in their last bits.
+For each divisor of `batch.rows`, the largest first, the peak of each block's step is predicted on a copy without
+memory. If all fit into the free memory, the forward and backward pass of the worst block is run for real, beside what
+its visit will hold. A size that runs out of memory after all is divided further. It is decided once, before the first
+step, and logged. A resumed run keeps it, because sums over other micro-batches differ in their last bits.
 """
 
 from __future__ import annotations

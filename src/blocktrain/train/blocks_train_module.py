@@ -40,8 +40,7 @@ from blocktrain.train.train_module import Prepared, Setup
 class BlocksModule:
     """Trains one block at a time. See `TrainModule` for its members.
 
-    passes: the forward and backward pass of a step's rows and of the next step's. source: makes what a checkpoint is
-    written from. Collective.
+    passes: becomes `forward_backward`. source: becomes `checkpoint_source`.
     """
 
     def __init__(

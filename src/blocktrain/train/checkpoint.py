@@ -228,8 +228,8 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
 def _read_block(
     path: Path, index: int, files: Mapping[str, Any], *, low_bits: bool
 ) -> tuple[dict[str, Tensor], LowBits]:
-    """A block's weights and what they leave out of its fp32 values. Where it was saved in another precision, these
-    values are put together and, if there are to be `low_bits`, split again, without losing a bit."""
+    """A block's weights, and the low bits of its fp32 values. Where it was saved in another precision, the fp32 values
+    are joined and, if `low_bits` are needed, split again, without losing a bit."""
     name = f"remainder-{index}.safetensors"
     weights = load_file(path / f"weights-{index}.safetensors")
     kept = load_file(path / name) if name in files else {}
@@ -344,7 +344,7 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _way_out(path: Path) -> str:
-    """What to do about a bad file: an older checkpoint may have a good one, or share this very file."""
+    """How to recover from a bad file: an older checkpoint may have a good one, or share this very file."""
     mine = path.parent
     older = [other for other in checkpoints(mine.parent) if step_of(other) < step_of(mine)]
     sound = [

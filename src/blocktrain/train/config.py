@@ -116,7 +116,7 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
+        """Read nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
         imports = values.get("imports") or ()
         if not isinstance(imports, list | tuple) or not all(isinstance(module, str) for module in imports):
             raise ConfigError(

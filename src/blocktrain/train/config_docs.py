@@ -1,4 +1,4 @@
-"""What can be configured, told by the configuration itself: its dataclasses, their docstrings, types and defaults.
+"""The reference of all keys, written from the configuration's dataclasses: their docstrings, types and defaults.
 
 `blocktrain config` prints it, and `docs/configuration.md` is what it prints; a test compares them.
 """

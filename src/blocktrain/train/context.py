@@ -1,4 +1,4 @@
-"""From a configuration to everything a run needs, checked before the first step: what cannot work fails here."""
+"""Builds what a run needs from its configuration, and refuses what cannot work before the first step."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
 
 
 def is_sharded(config: RunConfig, ranks: Ranks) -> bool:
-    """Whether each process has a part of every weight."""
+    """Whether each process holds a shard of every weight."""
     return config.distributed.layout == "fsdp" and ranks.size > 1
 
 
@@ -222,8 +222,9 @@ def optimizer_of(
     *,
     on_host: OnHost = OnHost(),  # noqa: B008 - a value
 ) -> BlockOptimizer:
-    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`; where
-    frozen weights are on the host, as `on_host` copies them.
+    """The optimizer that `config` describes, over `parts`.
+
+    folder: the run's, for moments that are kept on disk. on_host: how frozen weights on the host are copied.
 
     With FSDP the shards are the fp32 masters, whatever dtype they are gathered in for compute.
     """

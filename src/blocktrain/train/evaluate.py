@@ -45,7 +45,7 @@ def ask(context: TrainingContext, model: nn.Module, *, step: int) -> list[Sample
 
 @torch.no_grad()
 def greedy(model: nn.Module, prompts: Sequence[np.ndarray], end: int, new_tokens: int) -> list[np.ndarray]:
-    """What the model goes on with after each prompt, int64 arrays, up to and without the token `end`.
+    """The model's continuation of each prompt, int64 arrays, up to and without the token `end`.
 
     Prompts are filled up on the left, where the attention mask hides them; a model with fewer positions than prompt and
     answer need writes less.
@@ -75,8 +75,8 @@ def greedy(model: nn.Module, prompts: Sequence[np.ndarray], end: int, new_tokens
 
 
 def final_answer(text: str, marker: str | None) -> str | None:
-    """What is compared: the word after the first `marker`, without commas and full stops at its end; None where there
-    is no marker. Without a marker the whole text, stripped.
+    """The part of an answer that is compared: the word after the first `marker`, without commas and full stops at its
+    end; None where there is no marker. Without a marker the whole text, stripped.
 
     >>> final_answer("2 + 1999 = 2001\\n#### 2,001.", "####")
     '2001'

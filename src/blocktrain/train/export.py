@@ -1,4 +1,4 @@
-"""From a run's newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
+"""Exports the newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
 
 from __future__ import annotations
 

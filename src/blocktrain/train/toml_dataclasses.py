@@ -118,7 +118,12 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         hint = nearest(str(value), [str(choice) for choice in arguments])
         raise ConfigError(f"{where}: {value!r} is not an allowed value; {hint}")
     if kind is Duration:
-        return _duration(value, where)
+        if not isinstance(value, Duration | str):
+            raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
+        try:
+            return Duration.parse(value) if isinstance(value, str) else value
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     if dataclasses.is_dataclass(kind):
         return from_mapping(typing.cast(type, kind), value, where=where)
     if origin in LISTS or kind in LISTS:
@@ -151,17 +156,6 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
         except ConfigError:
             continue
     return _convert(choices[-1], value, where)
-
-
-def _duration(value: Any, where: str) -> Duration:
-    if isinstance(value, Duration):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
-    try:
-        return Duration.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 def _require_table(value: Any, where: str) -> None:

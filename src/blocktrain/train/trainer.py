@@ -208,7 +208,7 @@ class Trainer:
         self._emit(Step(**self._position(visit).fields(), **shown), is_logged=is_logged)
 
     def _check_stopping(self, visit: Visit, result: StepResult, is_evaluated: bool, seconds: float) -> None:
-        """Is the visit over? Is the run?"""
+        """Decide whether the visit is over, and whether the run is."""
         context, progress = self.context, self.progress
         validation = progress.score["loss"] if is_evaluated else None
         seen = Observation(visit_step=progress.visit_step, loss=result.loss, validation_loss=validation)
@@ -250,7 +250,7 @@ class Trainer:
         return True
 
     def _advise(self, doing: str):
-        """Inside, an allocation that fails is answered with advice; `doing` says what was going on."""
+        """Inside, an allocation that fails is answered with advice; `doing` is the place, for the message."""
         is_external = self._prepared.module.checkpoint_source is None
         return advise_when_out_of_memory(self.context, self._opening.memory, doing, is_external=is_external)
 

@@ -1,4 +1,4 @@
-"""What a context stores of its frozen prefix: which rows, computed by which weights, in which kind of cache.
+"""Which rows of its frozen prefix a context stores, which weights compute them, and which kind of cache keeps them.
 
 With sharded weights (FSDP2) layers run on all ranks together, and so do the forward passes of the cache.
 """
@@ -70,7 +70,7 @@ def fill_ahead(context: TrainingContext, cache: PrefixCache, visit: Visit) -> No
 
 
 def key_of(context: TrainingContext, visit: Visit) -> Key:
-    """What is in the slots: which rows, of which data, augmented how, computed by which code."""
+    """Identifies what the slots hold: which rows of which data, augmented how, computed by which code."""
     subset = context.rows.subset(visit=visit.index, sweep=visit.sweep)
     return {
         "rows": hashlib.sha256(context.rows.subset_indices(subset).tobytes()).hexdigest(),

@@ -107,13 +107,13 @@ class PrefixCaching(Technique):
                 self._give_up(error)
                 choice["reason"], self._given_up = self.broken, None
         self.context.ranks.barrier()
-        place = None if self._active is None else self._place
+        place = None if self.active_cache is None else self._place
         self._decided = {"visit": visit.index, "place": place, "reason": choice["reason"]}
         return [CacheDecision(place=place, reason=str(choice["reason"]), level=boundary, **position.fields())]
 
     def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
         """Inside, the model runs `batch` from the visit's boundary; as it is, where nothing is cached."""
-        cache = self._active
+        cache = self.active_cache
         if cache is None:
             return nullcontext()
         try:
@@ -125,20 +125,20 @@ class PrefixCaching(Technique):
 
     def states(self, rows: StepRows, batch: Batch) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
-        if self._active is not None:
+        if self.active_cache is not None:
             try:
-                return self._active.fetch(rows.slots, batch)
+                return self.active_cache.fetch(rows.slots, batch)
             except StorageError as error:
                 self._give_up(error)
         return self._runner.states(batch, [self.boundary])[self.boundary]
 
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next micro-batch will need."""
-        if self._active is not None:
-            self._active.prefetch(rows.slots)
+        if self.active_cache is not None:
+            self.active_cache.prefetch(rows.slots)
 
     @property
-    def _active(self) -> PrefixCache | None:
+    def active_cache(self) -> PrefixCache | None:
         """The cache, where this visit's steps run from stored hidden states."""
         is_used = self._choice is not None and self._choice.place is not None and self.broken is None
         return self._cache if is_used else None
@@ -166,11 +166,11 @@ class PrefixCaching(Technique):
 
     def _visit_flops_saved(self) -> int:
         """The prefix passes that this rank's steps did not run in the visit so far, less what was spent to fill."""
-        if self._active is None:
+        if self.active_cache is None:
             return self._saved_before_giving_up
-        seen = self._active.statistics
+        seen = self.active_cache.statistics
         filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
-        return round(seen.requested * self._flops(0, self._active.boundary) - filled)
+        return round(seen.requested * self._flops(0, self.active_cache.boundary) - filled)
 
     def _use(self) -> dict[str, Any] | None:
         """What the caches of all ranks did in the visit so far, in all sessions of the run, as the fields of a
@@ -179,7 +179,7 @@ class PrefixCaching(Technique):
         Counts are summed over the ranks and seconds averaged, because ranks wait side by side.
         """
         ranks = self.context.ranks
-        seen = CacheStatistics() if self._active is None else self._active.statistics
+        seen = CacheStatistics() if self.active_cache is None else self.active_cache.statistics
         counts = {
             "bytes": seen.bytes_stored,
             "rows": seen.requested,
@@ -187,11 +187,11 @@ class PrefixCaching(Technique):
             "computed": seen.computed,
             "stale": seen.stale,
             "damaged": seen.damaged,
-            "flops_saved": 0 if self._active is None else self._visit_flops_saved(),
+            "flops_saved": 0 if self.active_cache is None else self._visit_flops_saved(),
         }
         seconds = {"fill_seconds": seen.fill_seconds, "wait_seconds": seen.wait_seconds}
         sums = [sum(values) for values in zip(*ranks.all_gather([*counts.values(), *seconds.values()]), strict=True)]
-        if self._active is None:
+        if self.active_cache is None:
             return self._earlier
         use: dict[str, Any] = {"place": self._place, "dtype": self.context.config.prefix.dtype}
         use |= {name: int(value) for name, value in zip(counts, sums, strict=False)}
@@ -317,7 +317,7 @@ class PrefixCaching(Technique):
         return needs
 
     def _uses(self, visit: Visit) -> float:
-        """How often a visit asks for each row."""
+        """How often the steps of a visit need each row."""
         geometry = self.context.geometry
         return (
             visit.duration.in_steps(geometry)
@@ -327,7 +327,7 @@ class PrefixCaching(Technique):
         )
 
     def _kept(self) -> list[int] | None:
-        """In descending order every boundary is kept, as none goes stale before its visit."""
+        """The boundaries that are kept. In descending order all are, because none goes stale before its visit."""
         if not self.context.schedule.keeps_boundaries():
             return None
         wanted = [boundary for boundary in self._boundaries.values() if boundary]
@@ -360,7 +360,7 @@ class PrefixCaching(Technique):
         return sum(self._forward[start:end])
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without a cache, and say so once."""
+        """Continue without a cache, and warn once."""
         self._saved_before_giving_up = self._visit_flops_saved()
         self.broken = self._given_up = f"given up: {error}"
         log.warning("training goes on without a prefix cache: %s", error)
@@ -379,6 +379,6 @@ def _refusal(context: TrainingContext) -> str | None:
 
 
 def build(context: TrainingContext, opening: Opening, folder: Path) -> PrefixCaching | None:
-    """For every run but a pipeline whose rows all begin at the inputs."""
+    """Every run has it, except a pipeline whose rows all begin at the inputs."""
     begins_at_inputs = is_pipeline(context.config, context.ranks) and pipeline_config(context.config).start == "inputs"
     return None if begins_at_inputs else PrefixCaching(context, folder, opening.costs.flops.forward_layers)
