@@ -237,10 +237,10 @@ class Trainer:
 
     def _save(self) -> bool:
         """Write a checkpoint; returns False where nothing can be saved. Collective."""
-        gather = self._prepared.module.checkpoint_source
-        if gather is None:
+        make_source = self._prepared.module.checkpoint_source
+        if make_source is None:
             return False
-        source = gather()
+        source = make_source()
         self._log.sync()
         self.progress.techniques, self.progress.seconds = self._prepared.techniques.state(), self._seconds()
         data = self.context.data.fingerprint
