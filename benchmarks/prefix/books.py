@@ -24,7 +24,7 @@ from typing import Any
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
 from blocktrain.runtime import environment
-from blocktrain.train.blocks_train_module import BlocksSetup
+from blocktrain.train.blocks_train_module import BLOCKS
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.run_folder import RunFolder
@@ -51,9 +51,8 @@ def step_times(bcd: RunConfig, full: RunConfig, folder: Path) -> dict[str, list[
     }
     for name in jobs:
         (folder / name).mkdir()
-    setup = BlocksSetup()
     runs = {
-        name: setup.prepare(context, setup.opening(context, setup.header(context, name), None), folder / name)
+        name: BLOCKS.prepare(context, BLOCKS.opening(context, BLOCKS.header(context, name), None), folder / name)
         for name, context in jobs.items()
     }
     times: dict[str, list[list[float]]] = {"uncached": [], "cached": [], "full": [[]]}

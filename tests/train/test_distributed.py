@@ -303,7 +303,7 @@ def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
     take = trainer.take_step
 
     def step(*args: Any, **keywords: Any) -> Any:
-        if dist.get_rank() == 1 and args[2].by_name["prefix_cache"].is_active:
+        if dist.get_rank() == 1 and args[2].by_name["prefix_cache"].active_cache is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return take(*args, **keywords)
 

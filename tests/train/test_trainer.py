@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import blocktrain as bt
 from blocktrain.errors import NonFiniteError
 from blocktrain.records.log import Event, read_events
+from blocktrain.train.blocks_train_module import BlocksModule
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import build
 
@@ -150,3 +153,18 @@ def test_the_prefix_saves_nothing_for_the_backward_pass(tiny, tmp_path: Path) ->
     activations = [memory["activations"] for memory in cost["memory"]["blocks"]]
     assert activations[2] < min(activations[:2])  # two layers and the head, instead of all four layers
     assert max(activations) <= cost["memory"]["full"]["activations"]
+
+
+def test_only_a_checkpoint_gathers_what_it_is_written_from(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Every step once made a checkpoint's source, only to ask whether there is one: for that, a pipeline broadcast the
+    active block and sharded ranks exchanged flags before each step and each evaluation."""
+    made: list[int] = []
+    init = BlocksModule.__init__
+
+    def counted(self: BlocksModule, *args: Any, source: Callable[[], Any], **keywords: Any) -> None:
+        init(self, *args, source=lambda: [source(), made.append(1)][0], **keywords)
+
+    monkeypatch.setattr(BlocksModule, "__init__", counted)
+    run = bt.run(tiny("schedule.visit=1 step", "checkpoint.every=2 steps"), tmp_path / "run").path
+    assert events_of(run, "end")[0]["steps"] == 3
+    assert len(made) == 2  # after step 2, and at the end

@@ -1,4 +1,4 @@
-"""The same model, data, tokens and evaluation under several methods, one after another, side by side in one report.
+"""Trains the same model on the same data by several methods, one after another, side by side in one report.
 
 With a search, each method gets the same number of runs: one for each learning rate on the first seed, then the other
 seeds at the rate whose validation loss ended lowest.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,6 @@ from blocktrain.train.context import build
 from blocktrain.train.run import resume, run
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.trainer import Listener
-from blocktrain.units import BatchGeometry
 
 # folder of the run -> its listeners
 Listeners = Callable[[Path], Sequence[Listener]]
@@ -87,7 +86,7 @@ def compare(
 ) -> Comparison:
     """Train `config` with each of `methods` into `out/<method>`, for the same number of steps.
 
-    A comparison that was interrupted goes on where it stopped when called again with the same configuration.
+    A comparison that was interrupted continues where it stopped when it is called again with the same configuration.
     """
     device = pick_device(config.device)
     chosen = {name: method(name, device) for name in methods}
@@ -102,14 +101,19 @@ def compare(
         raise ConfigError("a comparison needs a known number of steps: set schedule.sweeps or stop.duration")
     trials, folders = [], []
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        _require_alone(chosen, ranks)
+        external = next((name for name, each in chosen.items() if each.adapter is not None), None)
+        if external is not None and ranks.size > 1:
+            raise ConfigError(
+                f"method '{external}' trains in one process, and there are {ranks.size}; leave torchrun out"
+            )
         for name, each in chosen.items():
-            comparing = _Comparing(config, name, each, out, steps, geometry, search, listeners, command, ranks)
-            mine = [comparing.trial(factor, config.seed) for factor in search.factors]
+            changed = each.change(config, steps, geometry)
+            runs = _Runs(name, each, changed, out, search, listeners, command, ranks)
+            mine = [runs.trial(factor, config.seed) for factor in search.factors]
             best = min(mine, key=lambda trial: math.inf if trial.loss is None else trial.loss)
             if best.loss is None:
                 raise NonFiniteError(f"every run of method '{name}' diverged; lower optimizer.lr")
-            mine += [comparing.trial(best.factor, config.seed + more) for more in range(1, search.seeds)]
+            mine += [runs.trial(best.factor, config.seed + more) for more in range(1, search.seeds)]
             trials += mine
             folders.append(RunFolder(out / best.folder))
         if ranks.is_rank0:
@@ -118,37 +122,28 @@ def compare(
     return Comparison(trials=tuple(trials), folders=tuple(folders))
 
 
-def _require_alone(methods: Mapping[str, Method], ranks: Ranks) -> None:
-    external = [name for name, each in methods.items() if each.adapter is not None]
-    if external and ranks.size > 1:
-        raise ConfigError(
-            f"method '{external[0]}' trains in one process, and there are {ranks.size}; leave torchrun out"
-        )
-
-
 @dataclass(frozen=True)
-class _Comparing:
-    """Runs of one method."""
+class _Runs:
+    """The runs of one method."""
 
-    config: RunConfig
     name: str
     method: Method
+    config: RunConfig  # the method's own, before the search changes its rate and its seed
     out: Path
-    steps: int
-    geometry: BatchGeometry
     search: Search
     listeners: Listeners
     command: str
     ranks: Ranks
 
     def trial(self, factor: float, seed: int) -> Trial:
-        """Train, or go on, or find it done."""
-        theirs = self.method.change(self.config, self.steps, self.geometry)
-        lr = theirs.optimizer.lr * factor
-        theirs = replace(theirs, seed=seed, optimizer=replace(theirs.optimizer, lr=lr))
+        """Train, continue, or find the run finished."""
+        lr = self.config.optimizer.lr * factor
+        config = replace(self.config, seed=seed, optimizer=replace(self.config.optimizer, lr=lr))
         place = Path(self.name) if self.search.single else Path(self.name) / f"lr-{factor:g}-seed-{seed}"
+        folder = RunFolder(self.out / place)
         try:
-            loss = last_loss(self._train(theirs, RunFolder(self.out / place)))
+            self._train(config, folder)
+            loss = last_loss(folder)
         except NonFiniteError:
             if self.search.single:
                 raise
@@ -156,25 +151,26 @@ class _Comparing:
         found = loss if math.isfinite(loss) else None  # a run that skips such steps ends with one
         return Trial(method=self.name, lr=lr, factor=factor, seed=seed, loss=found, folder=str(place))
 
-    def _train(self, theirs: RunConfig, folder: RunFolder) -> RunFolder:
-        begun = self.ranks.rank0_broadcast(lambda: self._begun(theirs, folder))
-        if begun == "finished":
-            return folder
+    def _train(self, config: RunConfig, folder: RunFolder) -> None:
+        state = self.ranks.rank0_broadcast(lambda: _state_of(folder, config))
+        if state == "finished":
+            return
         heard, adapter = self.listeners(folder.path), self.method.adapter
         if adapter is not None:
-            return train_external(theirs, adapter, folder.path, method=self.name, listeners=heard, command=self.command)
-        if begun == "begun":
-            return resume(folder.path, listeners=heard)
-        return run(theirs, folder.path, method=self.method.recorded, listeners=heard, command=self.command)
+            train_external(config, adapter, folder.path, method=self.name, listeners=heard, command=self.command)
+        elif state == "begun":
+            resume(folder.path, listeners=heard)
+        else:
+            run(config, folder.path, method=self.method.recorded, listeners=heard, command=self.command)
 
-    @staticmethod
-    def _begun(theirs: RunConfig, folder: RunFolder) -> Literal["new", "begun", "finished"]:
-        """Raises `ConfigError` where another run is."""
-        if not (folder.path / "run.json").exists():
-            return "new"
-        if folder.config() != theirs:
-            raise ConfigError(f"'{folder.path}' holds a run with another configuration; choose another --out")
-        return "finished" if is_finished(folder) else "begun"
+
+def _state_of(folder: RunFolder, config: RunConfig) -> Literal["new", "begun", "finished"]:
+    """Raises `ConfigError` where the folder holds another run."""
+    if not (folder.path / "run.json").exists():
+        return "new"
+    if folder.config() != config:
+        raise ConfigError(f"'{folder.path}' holds a run with another configuration; choose another --out")
+    return "finished" if is_finished(folder) else "begun"
 
 
 def last_loss(folder: RunFolder) -> float:

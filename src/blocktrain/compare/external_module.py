@@ -12,7 +12,7 @@ save what they hold, so a run that was interrupted begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,6 @@ from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.forward_backward import micro_batches
 from blocktrain.train.technique import Techniques
-
-
-def plain_backward(loss: Tensor, lr_factor: float) -> None:
-    """The ordinary backward pass."""
-    loss.backward()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +40,7 @@ class ExternalMethod:
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     begin: Callable[[int], None] = field(default=lambda step: None)
-    backward: Callable[[Tensor, float], None] = plain_backward
+    backward: Callable[[Tensor, float], None] = field(default=lambda loss, lr_factor: loss.backward())
     masters: Callable[[], Iterable[Tensor]] = field(default=tuple)
     state: Callable[[], Any] | None = None
 
@@ -67,6 +62,7 @@ class ExternalModule:
     """Steps of an `ExternalMethod`, on the rows and with the random numbers of full training. See `TrainModule`."""
 
     is_settled = True
+    checkpoint_source = None
 
     def __init__(
         self, context: TrainingContext, method: ExternalMethod, techniques: Techniques, *, known_state_bytes: int = 0
@@ -74,29 +70,14 @@ class ExternalModule:
         """known_state_bytes: the most optimizer state that was measured before, in a method that drops some of it."""
         self.context = context
         self.method = method
+        self.model = method.model
         self._techniques = techniques
         self._lr_factor = 1.0
         self._most_state_bytes = known_state_bytes
-        self._in_visit = False
 
-    @property
-    def model(self) -> nn.Module:
-        """See `TrainModule`."""
-        return self.method.model
-
-    @property
-    def active_block(self) -> int | None:
-        """The whole model is one block."""
-        return 0 if self._in_visit else None
-
-    @contextmanager
-    def visit(self, visit: Visit, following: Visit | None) -> Iterator[None]:
+    def visit(self, visit: Visit, following: Visit | None) -> AbstractContextManager[None]:
         """The whole run is one visit; what the method switches in it is its own affair."""
-        self._in_visit = True
-        try:
-            yield
-        finally:
-            self._in_visit = False
+        return nullcontext()
 
     def begin_step(self, step: int, lr_factor: float) -> None:
         """See `TrainModule`."""
@@ -147,9 +128,6 @@ class ExternalModule:
         """The most that the optimizers are known to have kept: now, when this was called before, or when measured."""
         self._most_state_bytes = max(self._most_state_bytes, self.method.state_bytes())
         return self._most_state_bytes
-
-    def checkpoint_source(self) -> None:
-        """Nothing can be saved."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

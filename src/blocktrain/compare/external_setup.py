@@ -31,8 +31,8 @@ from blocktrain.train.predict_memory import logits_width
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.train.technique import Techniques
-from blocktrain.train.techniques.memory_saving import MemorySaving
-from blocktrain.train.train_module import Prepared
+from blocktrain.train.techniques.memory_saving import MemorySaving, saving_memory
+from blocktrain.train.train_module import Prepared, Setup
 from blocktrain.train.trainer import Listener, Trainer
 from blocktrain.units import Duration
 
@@ -54,6 +54,7 @@ def measure_costs(context: TrainingContext, module: ExternalModule, *, visits: i
     """Train `module`, whose visits last `VISIT` steps, for two cycles of `visits`: one tracked, one counted."""
     steps = VISIT * visits
     kept, gradients, flops = 0, 0, 0
+    max_norm = context.config.optimizer.max_grad_norm or math.inf
     with MemoryTracker(logits_width=logits_width(context.partition)) as tracker:
         tracker.label("buffers", module.model.buffers())
         for step in range(steps):
@@ -62,7 +63,8 @@ def measure_costs(context: TrainingContext, module: ExternalModule, *, visits: i
             _pass(context, module, step)
             _label(tracker, module)
             gradients = max(gradients, sum(tensor.nbytes for tensor in module.method.memory_parts()["gradients"]))
-            _update(context, module, step)
+            module.clip_grad_norm(max_norm)
+            module.update(step)
             _label(tracker, module)
             kept = max(kept, module.method.state_bytes())
         peak = tracker.peak()
@@ -70,7 +72,8 @@ def measure_costs(context: TrainingContext, module: ExternalModule, *, visits: i
         with FlopCounter() as counter:
             _pass(context, module, step)
         flops += counter.total()
-        _update(context, module, step)
+        module.clip_grad_norm(max_norm)
+        module.update(step)
     return MethodCosts(flops=flops // steps, peak=peak, gradient_bytes=gradients, optimizer_bytes=kept)
 
 
@@ -78,15 +81,8 @@ def _pass(context: TrainingContext, module: ExternalModule, step: int) -> None:
     """The forward and backward pass of a step, as in `take_step`."""
     seed_everything(context.config.seed, step)
     module.begin_step(step, context.config.learning_rate.factor(step, total=context.total_steps, visit_step=step))
-    rows, following = (
-        context.rows.step(step=step + ahead, visit=0, sweep=0, visit_step=step + ahead) for ahead in (0, 1)
-    )
+    rows, following = (context.rows.step(step=at, visit=0, sweep=0, visit_step=at) for at in (step, step + 1))
     module.forward_backward(rows, following)
-
-
-def _update(context: TrainingContext, module: ExternalModule, step: int) -> None:
-    module.clip_grad_norm(context.config.optimizer.max_grad_norm or math.inf)
-    module.update(step)
 
 
 def _label(tracker: MemoryTracker, module: ExternalModule) -> None:
@@ -94,52 +90,45 @@ def _label(tracker: MemoryTracker, module: ExternalModule) -> None:
         tracker.label(part, tensors)
 
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-exact": torch.bfloat16}
+def external_setup(adapter: Adapter, costs: MethodCosts, full: Opening) -> Setup:
+    """How the method of `adapter` is trained.
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExternalSetup:
-    """See `Setup`.
-
-    costs: measured before the run, on a model of its own.
-    full: the opening records of full training, counted on a model of its own.
+    costs: measured before the run, on a model of its own. full: the opening records of full training, counted on a
+    model of its own.
     """
 
-    adapter: Adapter
-    costs: MethodCosts
-    full: Opening
-
-    def header(self, context: TrainingContext, method: str) -> RunHeader:
+    def header(context: TrainingContext, method: str) -> RunHeader:
         """Full training's, with the method's own optimizer."""
-        name = self.adapter.optimizer or context.config.optimizer.name
+        name = adapter.optimizer or context.config.optimizer.name
         header = replace(run_header(context, method), optimizer=name)
         return replace(header, micro_rows=None) if header.micro_rows == "auto" else header  # nothing is decided here
 
-    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+    def opening(context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
         """Full training's, with the method's measured figures where its own are different."""
-        parts = dict(self.costs.peak.parts)
-        flops = replace(self.full.costs.flops, blocks=(self.costs.flops,), theory_full=0, theory_blocks=())
+        parts = dict(costs.peak.parts)
+        flops = replace(full.costs.flops, blocks=(costs.flops,), theory_full=0, theory_blocks=())
         by_arithmetic = {
             "weights": parts.get("frozen", 0) + parts.get("buffers", 0),
             "master": parts.get("master", 0),
-            "gradients": self.costs.gradient_bytes,
-            "moments": self.costs.optimizer_bytes,
-            "activations": sum(parts.get(part, 0) for part in ("activations", "logits")),
+            "gradients": costs.gradient_bytes,
+            "moments": costs.optimizer_bytes,
+            "activations": parts.get("activations", 0) + parts.get("logits", 0),
         }
-        memory = replace(self.full.costs.memory, blocks=(by_arithmetic,))
-        peak = PeakMemory(parts=parts, operation=self.costs.peak.operation)
+        memory = replace(full.costs.memory, blocks=(by_arithmetic,))
+        peak = PeakMemory(parts=parts, operation=costs.peak.operation)
         return Opening(
             header=header,
             costs=StepCosts(flops=flops, memory=memory),
-            memory=MemoryPeaks(blocks=(peak,), full=self.full.memory.full),
+            memory=MemoryPeaks(blocks=(peak,), full=full.memory.full),
         )
 
-    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
-        """See `Setup`."""
+    def prepare(context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
         techniques = Techniques({"memory_saving": MemorySaving(context.partition, context.config.memory)})
-        method = self.adapter.build(context, None)
-        module = ExternalModule(context, method, techniques, known_state_bytes=self.costs.optimizer_bytes)
+        method = adapter.build(context, None)
+        module = ExternalModule(context, method, techniques, known_state_bytes=costs.optimizer_bytes)
         return Prepared(context=context, module=module, techniques=techniques)
+
+    return Setup(header=header, opening=opening, prepare=prepare)
 
 
 def train_external(
@@ -157,7 +146,7 @@ def train_external(
     if is_finished(folder):
         return folder
     # One after the other, so that only one model is in memory at a time.
-    setup = ExternalSetup(adapter=adapter, costs=_measured(config, adapter, out), full=_opening_of_full(config, method))
+    setup = external_setup(adapter, _measured(config, adapter, out), _opening_of_full(config, method))
     context = external_context(config, out)
     with folder.lock(), stop_requests() as stop:
         for file in (out / "run.json", folder.events):
@@ -168,8 +157,11 @@ def train_external(
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether the folder holds a run that came to its end."""
+    """Whether the folder holds a finished run."""
     return folder.events.exists() and any(event["kind"] == "end" for event in read_events(folder.events))
+
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-exact": torch.bfloat16}
 
 
 def external_context(config: RunConfig, out: Path) -> TrainingContext:
@@ -188,14 +180,13 @@ def external_context(config: RunConfig, out: Path) -> TrainingContext:
 
 def _measured(config: RunConfig, adapter: Adapter, out: Path) -> MethodCosts:
     context = external_context(config, out)
-    saving = MemorySaving(context.partition, context.config.memory)
-    with saving.around_run():
+    with saving_memory(context.partition, context.config.memory):
         module = ExternalModule(context, adapter.build(context, VISIT), Techniques())
         return measure_costs(context, module, visits=adapter.cycle(context))
 
 
 def _opening_of_full(config: RunConfig, method: str) -> Opening:
-    """What full training of the same model is and costs, all rows at a time where the size is left open."""
+    """Full training of the same model and what it costs, with all rows at a time where the size is left open."""
     batch = replace(config.batch, micro_rows=None) if config.batch.micro_rows == "auto" else config.batch
     full = replace(
         config,

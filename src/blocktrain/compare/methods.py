@@ -53,7 +53,7 @@ def bcd(config: RunConfig, steps: int, geometry: BatchGeometry) -> RunConfig:
 
 
 def uncached(config: RunConfig, steps: int, geometry: BatchGeometry) -> RunConfig:
-    """The same without a prefix cache: what it really saves."""
+    """Block coordinate descent without a prefix cache, to show what the cache saves."""
     return replace(config, name=f"{config.name}, uncached", prefix=replace(config.prefix, store="off"))
 
 
@@ -84,7 +84,7 @@ def full_with(name: str) -> Change:
 
 
 def external(name: str, adapter: Adapter) -> Change:
-    """What another package's method gets: the configured blocks and visits, should it have any, at its usual rate."""
+    """Another package's method, at its usual rate; it gets the configured blocks and visits, should it have any."""
 
     def change(config: RunConfig, steps: int, geometry: BatchGeometry) -> RunConfig:
         plain = _in_steps(config, steps, geometry)

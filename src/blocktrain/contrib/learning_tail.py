@@ -21,7 +21,7 @@ it is in eval mode, so its dropout does nothing and its BatchNorm statistics do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,35 +92,27 @@ class Tail:
         """Inside, every backward pass moves the tail; there must be exactly one a step."""
         matrices = hidden_matrices(partition) if self.rule == "newton-schulz" else set()
 
-        def rate() -> float:
-            return self.share * float(active.param_groups[0]["lr"])
+        @torch.no_grad()
+        def move(weight: Tensor, *, is_matrix: bool) -> None:
+            gradient, weight.grad = weight.grad, None
+            if gradient is None:
+                return
+            if is_matrix:  # orthogonal (m, n): min(m, n) singular values of 1, so its rms is 1 / sqrt(max(m, n))
+                update = orthogonalize(gradient).mul_(ORTHOGONAL * math.sqrt(max(gradient.shape)))
+            else:
+                rms = torch.linalg.vector_norm(gradient) / math.sqrt(gradient.numel())
+                update = gradient.div_(rms.clamp(min=_TINY))
+            weight.add_(update, alpha=-self.share * float(active.param_groups[0]["lr"]))
 
         hooks: list[RemovableHandle] = []
         for name, parameter in self.also_moves(partition, active.block).items():
-            move = partial(_move, _orthogonal if name in matrices else _normalized, rate)
-            hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(move))
+            hook = partial(move, is_matrix=name in matrices)
+            hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-@torch.no_grad()
-def _move(update: Callable[[Tensor], Tensor], rate: Callable[[], float], weight: Tensor) -> None:
-    gradient, weight.grad = weight.grad, None
-    if gradient is not None:
-        weight.add_(update(gradient), alpha=-rate())
-
-
-def _normalized(gradient: Tensor) -> Tensor:
-    rms = torch.linalg.vector_norm(gradient) / math.sqrt(gradient.numel())
-    return gradient.div_(rms.clamp(min=_TINY))
-
-
-def _orthogonal(gradient: Tensor) -> Tensor:
-    """An orthogonal (m, n) matrix has min(m, n) singular values of 1, so its rms is 1 / sqrt(max(m, n))."""
-    return orthogonalize(gradient).mul_(ORTHOGONAL * math.sqrt(max(gradient.shape)))
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocktrain.errors import ConfigError
 from blocktrain.parallel.config import TORCH_DTYPES, DistributedConfig
@@ -73,25 +73,21 @@ class LocalSGD(BatchParallel):
     @torch.no_grad()
     def _average(self) -> None:
         active = self._in_visit()
-        dtype = TORCH_DTYPES[self.config.reduce_dtype]
+        dtype, momentum = TORCH_DTYPES[self.config.reduce_dtype], self.config.outer_momentum
         delta = {name: self._anchor[name] - parameter.detach() for name, parameter in active.trained.items()}
         average_over_ranks(self.ranks, list(delta.values()), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
         for name, entries in active.entries().items():
-            self._outer_step(name, active.trained[name], delta[name], entries)
+            weights, update = active.trained[name], delta[name]  # the anchor minus the mean
+            if momentum and (entries or update.any()):  # an optimizer initializes its state only if that is empty
+                velocity = entries.setdefault(MOMENTUM, torch.zeros_like(update))
+                velocity.mul_(momentum).add_(update)
+                update = update + momentum * velocity
+            weights.copy_(self._anchor[name] - self.config.outer_lr * update)
+            self._anchor[name].copy_(weights)
         average_over_ranks(self.ranks, self._moments(active), dtype=dtype, bucket_bytes=self.config.bucket_bytes)
         average_over_ranks(self.ranks, batch_norm_statistics(active.block))
         active.write_weights()
         self.in_sync = True
-
-    def _outer_step(self, name: str, parameter: nn.Parameter, delta: Tensor, entries: dict[str, Tensor]) -> None:
-        """delta: anchor minus mean."""
-        momentum = self.config.outer_momentum
-        if momentum and (entries or delta.any()):  # an optimizer initializes its state only if that is empty
-            velocity = entries.setdefault(MOMENTUM, torch.zeros_like(delta))
-            velocity.mul_(momentum).add_(delta)
-            delta = delta + momentum * velocity
-        parameter.copy_(self._anchor[name] - self.config.outer_lr * delta)
-        self._anchor[name].copy_(parameter)
 
     @staticmethod
     def _moments(active: TrainedBlock) -> list[Tensor]:

@@ -20,7 +20,7 @@ from blocktrain.errors import CheckpointError
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
-from blocktrain.train.checkpoint import checkpoints
+from blocktrain.train.checkpoint import checkpoints, step_of
 from blocktrain.train.config import RunConfig
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.units import format_bytes, format_count, format_seconds
@@ -64,25 +64,25 @@ def card(folder: RunFolder) -> str:
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet, so there is no model to describe")
-    step = int(found[-1].name.removeprefix("step-"))
+    step = step_of(found[-1])
     run, config = RunRecord.load(folder.path), folder.config()
+    evaluation = next((row for row in reversed(run.evaluations) if row.step <= step), None)
     environment = run.details.get("environment", {})
+    hardware = [str(environment[key]) for key in ("device", "processor", "platform") if environment.get(key)]
+    data: Any = config.data  # of any registered kind: a dataclass
+    values = {field.name: getattr(data, field.name) for field in fields(data)}
+    places = {name: _last_part(value) for name, value in values.items() if isinstance(value, str)}
     return CARD.format(
-        header=_header(run, config, _evaluation(run, step)).to_yaml(),
+        header=_header(run, config, evaluation).to_yaml(),
         name=run.header.name,
         model=run.header.model,
         parameters=format_count(run.header.parameters),
         how=_how(run),
-        figures="\n".join(f"| {name} | {value} |" for name, value in _figures(run, step)),
-        hardware=_hardware(environment),
-        data=_data(config),
+        figures="\n".join(f"| {name} | {value} |" for name, value in _figures(run, step, evaluation)),
+        hardware=", ".join(hardware) or "the machine it ran on",
+        data=config.data_kind.describe(replace(data, **places)),
         config=json.dumps(_without_places(config.to_mapping()), indent=1, ensure_ascii=False),
     )
-
-
-def _evaluation(run: RunRecord, step: int) -> Evaluation | None:
-    """The last evaluation at or before the step of the checkpoint."""
-    return next((row for row in reversed(run.evaluations) if row.step <= step), None)
 
 
 # What a run counts -> the hub's name for the task of its model
@@ -96,17 +96,19 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
         if found.accuracy is not None:
             metrics.append(("accuracy", "validation accuracy", found.accuracy))
     task = TASKS[run.header.unit]
+    path, dataset = config.model.path, _last_part(config.data.source)
+    named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
     return ModelCardData(
         library_name="pytorch" if run.header.model == ResNet.__name__ else "transformers",
         pipeline_tag=task,
-        base_model=_base_model(config),
+        base_model=path if named and config.model.weights == "pretrained" else None,
         tags=["blocktrain", "block-coordinate-descent"],
         model_name=run.header.name,
         eval_results=[
             EvalResult(
                 task_type=task,
-                dataset_type=_last_part(config.data.source),
-                dataset_name=_last_part(config.data.source),
+                dataset_type=dataset,
+                dataset_name=dataset,
                 dataset_split="validation",
                 metric_type=kind,
                 metric_name=name,
@@ -118,13 +120,6 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
     )
 
 
-def _base_model(config: RunConfig) -> str | None:
-    """The hub's name of the pretrained model that training started from, if there is one."""
-    path = config.model.path
-    named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
-    return path if named and config.model.weights == "pretrained" else None
-
-
 def _how(run: RunRecord) -> str:
     if run.is_full:
         return "all parameters at once"
@@ -133,9 +128,8 @@ def _how(run: RunRecord) -> str:
     return f"every parameter, one of {count} blocks at a time{above}, by block coordinate descent"
 
 
-def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
-    """The rows of the table of results."""
-    found = _evaluation(run, step)
+def _figures(run: RunRecord, step: int, found: Evaluation | None) -> Iterator[tuple[str, str]]:
+    """The rows of the table of results. `found` is the last evaluation at or before `step`, the checkpoint's."""
     if found is not None:
         yield "validation loss", f"{found.loss:.4f} nats per {run.header.unit.removesuffix('s')} (step {found.step})"
         if found.loss_per_byte is not None:
@@ -157,18 +151,6 @@ def _figures(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
         if run.end.optimizer_bytes:
             yield "optimizer state at its largest", format_bytes(run.end.optimizer_bytes)
     yield "optimizer", f"{run.header.optimizer}, {run.header.precision}, moments between visits: {run.header.state}"
-
-
-def _hardware(environment: dict[str, Any]) -> str:
-    known = [str(environment[key]) for key in ("device", "processor", "platform") if environment.get(key)]
-    return ", ".join(known) or "the machine it ran on"
-
-
-def _data(config: RunConfig) -> str:
-    data: Any = config.data  # of any registered kind: a dataclass
-    texts = {field.name: getattr(data, field.name) for field in fields(data)}
-    places = {name: _last_part(text) for name, text in texts.items() if isinstance(text, str)}
-    return config.data_kind.describe(replace(data, **places))
 
 
 def _last_part(place: str) -> str:

@@ -83,20 +83,15 @@ class BlockTrainerMixin:
         if not isinstance(blocks, Blocks | None):
             raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or another of its options")
         self.blocks = blocks if blocks is not None else Blocks()
-        self._visiting: VisitingOptimizer | None = None
+        self.visiting: VisitingOptimizer | None = None  # without the trainer's wrapper; None until training begins
         super().__init__(*args, **kwargs)
-
-    @property
-    def visiting(self) -> VisitingOptimizer | None:
-        """The optimizer itself, without the trainer's wrapper; None until training begins."""
-        return self._visiting
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Cut the model and make the optimizer that visits its blocks."""
         if self.optimizer is None:
             self._require_supported()
-            self._visiting = self.optimizer = self._make_optimizer()
-        elif self._visiting is None:
+            self.visiting = self.optimizer = self._make_optimizer()
+        elif self.visiting is None:
             raise ConfigError(
                 "optimizers=(...): BlockTrainer makes its own optimizer; give optimizer_cls_and_kwargs=(class, {...}) "
                 "instead"
@@ -116,11 +111,12 @@ class BlockTrainerMixin:
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
+        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters())
         blocks = BlockOptimizer(
             partition_by_config(self.model, settings),
             cls,
             state=settings.state,
-            precision=settings.precision or _precision_of(self.model),
+            precision=settings.precision or (BF16_EXACT if is_bf16 else FP32),
             frozen_dropout=settings.frozen_dropout,
             **options,
         )
@@ -147,29 +143,24 @@ class BlockTrainerMixin:
         return self.blocks.precision is not None and self.blocks.precision.is_quantized
 
     def _clip(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
-        assert self._visiting is not None
-        return self._visiting.clip_grad_norm(max_norm)
+        assert self.visiting is not None
+        return self.visiting.clip_grad_norm(max_norm)
 
     def _load_best_model(self) -> None:
         """As in the trainer; then masters restart from the weights that it loaded."""
         super()._load_best_model()  # pyright: ignore[reportAttributeAccessIssue]
-        if self._visiting is not None:
-            self._visiting.restart_masters()
+        if self.visiting is not None:
+            self.visiting.restart_masters()
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As in the trainer; then masters restart from the weights that it loaded, until the checkpoint's optimizer
         state, if there is one, restores them exactly."""
-        if self._visiting is not None and self._quantizes:
+        if self.visiting is not None and self._quantizes:
             raise ConfigError("frozen weights are quantized already: resume with a new trainer and a new model")
         super()._load_from_checkpoint(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if self._visiting is not None:
-            self._visiting.restart_masters()
+        if self.visiting is not None:
+            self.visiting.restart_masters()
 
 
 class BlockTrainer(BlockTrainerMixin, Trainer):
     """`transformers.Trainer` in blocks: it takes the same arguments, and `blocks`."""
-
-
-def _precision_of(model: nn.Module) -> Precision:
-    bf16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    return BF16_EXACT if bf16 else FP32

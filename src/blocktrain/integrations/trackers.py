@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from blocktrain.errors import ConfigError
 from blocktrain.records.run_records import Evaluation, Record, RunEnd, RunHeader, Step
@@ -57,16 +57,12 @@ class TrackedRun:
     step: int  # of the first figures that will be sent
 
 
-class Tracker(Protocol):
-    """One run of one client."""
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """One run of one client. log: sends figures of a step. close: sends what is still waiting, and closes the run."""
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Send figures of a step."""
-        ...
-
-    def close(self) -> None:
-        """Send what is still waiting, and close the run."""
-        ...
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
 
 
 class Trackers:
@@ -94,13 +90,14 @@ class Trackers:
             case RunEnd():
                 self.close()
             case Step() if record.step % self.config.log_every == 0:
-                self._send(record, record.step)
+                self._send(record)
             case Evaluation():
-                self._send(record, record.step)
+                self._send(record)
             case _:
                 pass
 
-    def _send(self, record: Record, step: int) -> None:
+    def _send(self, record: Step | Evaluation) -> None:
+        step = record.step
         if self._open is None:
             self._open = dict(self._opened(step))
         values = {name: getattr(record, field) for field, name in FIGURES[type(record)].items()}
@@ -148,109 +145,72 @@ class Trackers:
             self._open.pop(name)
 
 
-class TensorBoard:
+def tensorboard(run: TrackedRun) -> Tracker:
     """Files in the run's folder, which `tensorboard --logdir runs` shows."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: TrackedRun):
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Write a scalar for each figure."""
+    def log(figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+    return Tracker(log=log, close=writer.close)
 
 
-class WeightsAndBiases:
-    """A run whose id is our key. Settings such as `WANDB_MODE=offline` are read by the client itself."""
+def weights_and_biases(run: TrackedRun) -> Tracker:
+    """A run whose id is our key. Settings such as `WANDB_MODE=offline` are read by the client itself, which drops the
+    figures of steps before its newest one."""
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: TrackedRun):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.key,
-            resume="allow",
-            dir=str(run.folder),
-            config=dict(run.config),
-        )
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Send the figures; the client drops those of steps before its newest one."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Wait for the upload."""
-        self._run.finish()
+    opened = wandb.init(
+        project=run.project, name=run.name, id=run.key, resume="allow", dir=str(run.folder), config=dict(run.config)
+    )
+    return Tracker(log=lambda figures, step: opened.log(dict(figures), step=step), close=opened.finish)
 
 
-class MLflow:
-    """A run with our key as a tag, at `MLFLOW_TRACKING_URI`."""
+def mlflow(run: TrackedRun) -> Tracker:
+    """A run with our key as a tag, at `MLFLOW_TRACKING_URI`. It is sent the figures that it does not have yet."""
+    from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: TrackedRun):
-        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
-
-        self._client = MlflowClient()
-        experiment = self._client.get_experiment_by_name(run.project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        found = self._client.search_runs([experiment_id], filter_string=f"tags.`blocktrain.run` = '{run.key}'")
-        self._id = (found[0] if found else self._create(experiment_id, run)).info.run_id
-        self._sent: dict[str, int] = {}  # figure -> its newest step
-        for name in found[0].data.metrics if found else ():
-            self._sent[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
-
-    def _create(self, experiment_id: str, run: TrackedRun) -> Any:
-        created = self._client.create_run(experiment_id, run_name=run.name, tags={"blocktrain.run": run.key})
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(run.project)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
+    found = client.search_runs([experiment_id], filter_string=f"tags.`blocktrain.run` = '{run.key}'")
+    newest: dict[str, int] = {}  # figure -> the last step that the run has it of
+    if found:
+        run_id = found[0].info.run_id
+        for name in found[0].data.metrics:
+            newest[name] = max(point.step for point in client.get_metric_history(run_id, name))
+    else:
+        created = client.create_run(experiment_id, run_name=run.name, tags={"blocktrain.run": run.key})
+        run_id = created.info.run_id
         for table, value in run.config.items():
-            entries = value.items() if isinstance(value, dict) else [("", value)]
-            for key, entry in entries:
-                self._client.log_param(created.info.run_id, f"{table}.{key}".rstrip("."), entry)
-        return created
+            for key, entry in value.items() if isinstance(value, dict) else [("", value)]:
+                client.log_param(run_id, f"{table}.{key}".rstrip("."), entry)
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Send the figures that the run does not have yet."""
+    def log(figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
-            if step > self._sent.get(name, -1):
-                self._client.log_metric(self._id, name, value, timestamp=int(time.time() * 1000), step=step)
-                self._sent[name] = step
+            if step > newest.get(name, -1):
+                client.log_metric(run_id, name, value, timestamp=int(time.time() * 1000), step=step)
+                newest[name] = step
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._id)
+    return Tracker(log=log, close=lambda: client.set_terminated(run_id))
 
 
-class Trackio:
-    """A run named after ours and its key. Settings such as `TRACKIO_SPACE_ID` are read by the client itself."""
+def trackio(run: TrackedRun) -> Tracker:
+    """A run named after ours and its key. Settings such as `TRACKIO_SPACE_ID` are read by the client itself, which
+    sends its figures from a queue."""
+    import trackio  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: TrackedRun):
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        self._run = trackio.init(
-            project=run.project,
-            name=f"{run.name} {run.key[:6]}",
-            config=dict(run.config),
-            resume="allow",
-            embed=False,
-        )
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Put the figures into the client's queue."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Wait until the queue is empty."""
-        self._run.finish()
+    name = f"{run.name} {run.key[:6]}"
+    opened = trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", embed=False)
+    return Tracker(log=lambda figures, step: opened.log(dict(figures), step=step), close=opened.finish)
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-    "trackio": Trackio,
+    "tensorboard": tensorboard,
+    "wandb": weights_and_biases,
+    "mlflow": mlflow,
+    "trackio": trackio,
 }

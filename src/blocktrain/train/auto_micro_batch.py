@@ -1,9 +1,9 @@
 """`batch.micro_rows = "auto"`: the largest part of a batch that fits, predicted first and then rehearsed.
 
-For each divisor of `batch.rows`, the largest first: the peak of each block's step is predicted on a copy without
-memory; if all fit into what is free, the forward and backward pass of the worst block is run for real, with what its
-visit will hold beside it. One that runs out of memory after all is divided further. It is decided once, before the
-first step, and logged: a resumed run keeps it, for the sums of micro-batches differ in their last bits.
+For each divisor of `batch.rows`, the largest first, the peak of each block's step is predicted on a copy without
+memory. If all fit into the free memory, the forward and backward pass of the worst block is run for real, beside what
+its visit will hold. A size that runs out of memory after all is divided further. It is decided once, before the first
+step, and logged. A resumed run keeps it, because sums over other micro-batches differ in their last bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def beside_weights(peak: Peak) -> int:
 def auto_micro_rows(context: TrainingContext) -> MicroBatch:
     """How many rows to take at a time, and why; raises `OutOfMemoryError` where not even a single row fits."""
     free = free_memory_bytes(context.device)
-    kept = _kept_on_this_device(context)
+    kept = 0  # moments of frozen blocks, where they lie in the memory that training uses
+    if context.device.type == "cpu" and context.config.optimizer.state == "host":
+        kept = sum(context.optimizer.predicted_state_bytes(block) for block in context.partition)
     failed: list[int] = []
     for rows in divisors(context.rank_rows):
         peaks = predicted_peaks(context.optimizer, step_shape(context, rows), blocks=context.trained)
@@ -72,13 +74,6 @@ def auto_micro_rows(context: TrainingContext) -> MicroBatch:
         f"in addition to the weights, {format_bytes(free)} free; "
         f"{advice(replace(context, micro_rows=1), max(peaks, key=beside_weights).parts)}"
     )
-
-
-def _kept_on_this_device(context: TrainingContext) -> int:
-    """Moments of frozen blocks, where they lie in the memory that training uses."""
-    if context.device.type != "cpu" or context.config.optimizer.state != "host":
-        return 0
-    return sum(context.optimizer.predicted_state_bytes(block) for block in context.partition)
 
 
 def _runs(context: TrainingContext, block: Block, peak: Peak, rows: int) -> bool:

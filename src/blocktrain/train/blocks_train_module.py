@@ -1,20 +1,20 @@
 """The train module of block coordinate descent: a `BlockOptimizer`, its ranks, and how rows pass through the model.
 
-layout                 parallel                    passes
-data                   DataParallel or LocalSGD    RankPasses: this rank's rows through the whole model
-fsdp                   ShardedDataParallel                   RankPasses, whose weights are gathered layer by layer
-pipeline               Pipeline                    PipelinePasses: all rows through this rank's layers
+layout      parallel                  forward and backward pass
+data        DataParallel, LocalSGD    rank_passes: this rank's rows through the whole model
+fsdp        ShardedDataParallel       rank_passes, with weights that are gathered layer by layer
+pipeline    Pipeline                  pipeline_passes: all rows through this rank's layers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocktrain.contrib.local_sgd import LocalSGD
 from blocktrain.data.sampling import StepRows
@@ -24,48 +24,43 @@ from blocktrain.parallel.fsdp import ShardedDataParallel, ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel, Parallel
 from blocktrain.parallel.ranks import Ranks
-from blocktrain.records.run_records import Opening, RunHeader
+from blocktrain.records.run_records import Opening
 from blocktrain.runtime import pick_device
 from blocktrain.schedule import Visit
 from blocktrain.train.checkpoint import CheckpointSource
 from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, optimizer_of, pipeline_config
-from blocktrain.train.forward_backward import Passes, PipelinePasses, RankPasses
+from blocktrain.train.forward_backward import pipeline_passes, rank_passes
 from blocktrain.train.gathered_state import GatheredFromShards, GatheredFromStages
 from blocktrain.train.step_costs import count_opening, run_header
 from blocktrain.train.techniques import build_techniques
 from blocktrain.train.techniques.prefix_caching import PrefixCaching
-from blocktrain.train.train_module import Prepared
+from blocktrain.train.train_module import Prepared, Setup
 
 
 class BlocksModule:
-    """Trains one block at a time. See `TrainModule` for its methods.
+    """Trains one block at a time. See `TrainModule` for its members.
 
-    source: makes what a checkpoint is written from. Collective.
+    passes: becomes `forward_backward`. source: becomes `checkpoint_source`.
     """
 
     def __init__(
-        self, context: TrainingContext, parallel: Parallel, passes: Passes, source: Callable[[], CheckpointSource]
+        self,
+        context: TrainingContext,
+        parallel: Parallel,
+        *,
+        passes: Callable[[StepRows, StepRows], float],
+        source: Callable[[], CheckpointSource],
     ):
-        self.context = context
+        self.model = context.model
         self.checkpoint_source = source
+        self.forward_backward = passes
         self._optimizer = context.optimizer
         self._parallel = parallel
-        self._passes = passes
-
-    @property
-    def model(self) -> nn.Module:
-        """See `TrainModule`."""
-        return self.context.model
 
     @property
     def is_settled(self) -> bool:
         """See `TrainModule`."""
         return self._parallel.in_sync
-
-    @property
-    def active_block(self) -> int | None:
-        """See `TrainModule`."""
-        return None if self._optimizer.block is None else self._optimizer.block.index
 
     @contextmanager
     def visit(self, visit: Visit, following: Visit | None) -> Iterator[None]:
@@ -79,10 +74,6 @@ class BlocksModule:
     def begin_step(self, step: int, lr_factor: float) -> None:
         """See `TrainModule`."""
         self._optimizer.scale_learning_rate(lr_factor)
-
-    def forward_backward(self, rows: StepRows, following: StepRows) -> float:
-        """See `TrainModule`."""
-        return self._passes.forward_backward(rows, following)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """See `TrainModule`."""
@@ -113,40 +104,23 @@ class BlocksModule:
         return self._optimizer.state_bytes()
 
 
-@dataclass(frozen=True)
-class BlocksSetup:
-    """Block coordinate descent, and with one block full training. See `Setup`."""
-
-    def header(self, context: TrainingContext, method: str) -> RunHeader:
-        """See `Setup`."""
-        return run_header(context, method)
-
-    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
-        """See `Setup`."""
-        return count_opening(context, header, micro_rows)
-
-    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
-        """See `Setup`."""
-        if is_pipeline(context.config, context.ranks):
-            return _pipeline(context, opening, folder)
-        if is_sharded(context.config, context.ranks):
-            return _sharded(context, opening, folder)
-        techniques = build_techniques(context, opening, folder)
-        parallel = data_parallel(context.ranks, context.config.distributed)
-        module = BlocksModule(
-            context, parallel, RankPasses(context, parallel, techniques), source=lambda: context.optimizer
-        )
-        return Prepared(context=context, module=module, techniques=techniques)
-
-
-def _pipeline(context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
-    """Each rank runs some of the layers."""
+def prepare(context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
+    """The module for the run's layout, see `Setup`. Collective."""
+    if is_sharded(context.config, context.ranks):
+        return _sharded(context, opening, folder)
     techniques = build_techniques(context, opening, folder)
-    costs = opening.costs.flops.forward_layers
-    pipeline = Pipeline(context.ranks, context.partition, pipeline_config(context.config), costs=costs)
-    prefix = techniques.by_name.get("prefix_cache")
-    passes = PipelinePasses(context, pipeline, prefix if isinstance(prefix, PrefixCaching) else None)
-    module = BlocksModule(context, pipeline, passes, source=lambda: GatheredFromStages(context, pipeline))
+    if is_pipeline(context.config, context.ranks):
+        costs = opening.costs.flops.forward_layers
+        pipeline = Pipeline(context.ranks, context.partition, pipeline_config(context.config), costs=costs)
+        found = techniques.by_name.get("prefix_cache")
+        prefix = found if isinstance(found, PrefixCaching) else None
+        passes = partial(pipeline_passes, context, pipeline, prefix)
+        source = partial(GatheredFromStages, context, pipeline)
+        module = BlocksModule(context, pipeline, passes=passes, source=source)
+    else:
+        parallel = data_parallel(context.ranks, context.config.distributed)
+        passes = partial(rank_passes, context, parallel, techniques)
+        module = BlocksModule(context, parallel, passes=passes, source=lambda: context.optimizer)
     return Prepared(context=context, module=module, techniques=techniques)
 
 
@@ -163,12 +137,16 @@ def _sharded(context: TrainingContext, opening: Opening, folder: Path) -> Prepar
     sharded_context = replace(context, partition=sharded.partition, optimizer=optimizer, device=device)
     techniques = build_techniques(sharded_context, opening, folder)
     parallel = ShardedDataParallel(context.ranks, context.config.distributed)
-    passes = RankPasses(sharded_context, parallel, techniques)
+    passes = partial(rank_passes, sharded_context, parallel, techniques)
     source = partial(GatheredFromShards, sharded_context, sharded)
-    module = BlocksModule(sharded_context, parallel, passes, source=source)
+    module = BlocksModule(sharded_context, parallel, passes=passes, source=source)
     return Prepared(context=sharded_context, module=module, techniques=techniques)
 
 
 def data_parallel(ranks: Ranks, config: DistributedConfig) -> BatchParallel:
     """Data parallel training with gradients summed in each step, or with local steps where `sync_every` is set."""
     return DataParallel(ranks, config) if config.sync_every is None else LocalSGD(ranks, config)
+
+
+# Block coordinate descent, and with one block full training.
+BLOCKS = Setup(header=run_header, opening=count_opening, prepare=prepare)

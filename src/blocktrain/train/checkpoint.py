@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, storage_errors
@@ -57,17 +57,6 @@ class TrainerState:
     micro_rows: int | None = None  # what `batch.micro_rows = "auto"` came to
     header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
 
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainerState:
-        """What `to_json` gave; raises `CheckpointError` for anything else."""
-        if set(values) != {item.name for item in fields(cls)}:
-            raise CheckpointError(f"the checkpoint's progress has fields {sorted(values)}; it is of another version")
-        return cls(**values)
-
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -86,8 +75,11 @@ class CheckpointHeader:
 def fingerprint(partition: Partition) -> str:
     """A hash of the model's parameter names and shapes and of the blocks they are in."""
     layout = [
-        [(name, [len(block.rows[name]), *p.shape[1:]] if name in block.rows else list(p.shape)) for name, p in owned]
-        for block, owned in ((block, block.parameters.items()) for block in partition)
+        [
+            (name, [len(block.rows[name]), *p.shape[1:]] if name in block.rows else list(p.shape))
+            for name, p in block.parameters.items()
+        ]
+        for block in partition
     ]
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
@@ -95,15 +87,12 @@ def fingerprint(partition: Partition) -> str:
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
-def _place(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps before this checkpoint, by its folder's name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 class CheckpointSource(Protocol):
@@ -148,14 +137,10 @@ def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: C
     """Indices of the blocks that `save_checkpoint` at `step` has to write, in order, because not all of their files can
     be hard links to those of the newest checkpoint in `folder`."""
     existing = checkpoints(folder)
-    if _place(folder, step) in existing:
+    if folder / f"step-{step:08d}" in existing:
         return []
-    previous = _previous(existing, partition, trained)
-    return [
-        block.index
-        for block in partition
-        if not all(_is_linked(name, block, trained, previous) for name in _contents(block, trained))
-    ]
+    unchanged = _unchanged_files(existing, partition, trained)
+    return [block.index for block in partition if not unchanged.keys() >= _contents(block, trained).keys()]
 
 
 def save_checkpoint(
@@ -164,24 +149,26 @@ def save_checkpoint(
     """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
     ones as they were when there is no room. A checkpoint of this step that exists already is kept: it holds the same
     state."""
-    target = _place(folder, saved.progress.step)
+    target = folder / f"step-{saved.progress.step:08d}"
     existing = checkpoints(folder)
     if target in existing:
         return target
     temporary = folder / f".{target.name}.partial"
     with storage_errors(target):
-        _remove_what_was_left(folder)
+        for path in folder.glob("*step-*"):  # what killed processes left half-written or half-deleted
+            if path.name.startswith(".") or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+                shutil.rmtree(path)
         temporary.mkdir(parents=True)
         try:
             contents = {
                 "format": FORMAT,
                 "model": fingerprint(partition),
-                "progress": saved.progress.to_json(),
+                "progress": asdict(saved.progress),
                 "log_bytes": saved.log_bytes,
                 "data": saved.data,
                 "precision": trained.precision.name,
                 "optimizer": trained.progress(),
-                "files": _write_files(temporary, partition, trained, _previous(existing, partition, trained)),
+                "files": _write_files(temporary, existing, partition, trained),
             }
             _write(temporary / MANIFEST, json.dumps({**contents, "sha256": _digest(contents)}, indent=1).encode())
             _flush_folder(temporary)
@@ -203,8 +190,10 @@ def read_header(path: Path) -> CheckpointHeader:
 
 
 def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
-    progress = TrainerState.from_json(manifest["progress"])
-    return CheckpointHeader(progress=progress, log_bytes=manifest["log_bytes"], data=manifest["data"])
+    progress = manifest["progress"]
+    if set(progress) != {item.name for item in fields(TrainerState)}:
+        raise CheckpointError(f"the checkpoint's progress has fields {sorted(progress)}; it is of another version")
+    return CheckpointHeader(progress=TrainerState(**progress), log_bytes=manifest["log_bytes"], data=manifest["data"])
 
 
 def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> CheckpointHeader:
@@ -239,8 +228,8 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
 def _read_block(
     path: Path, index: int, files: Mapping[str, Any], *, low_bits: bool
 ) -> tuple[dict[str, Tensor], LowBits]:
-    """A block's weights and what they leave out of its fp32 values. Where it was saved in another precision, these
-    values are put together and, if there are to be `low_bits`, split again, without losing a bit."""
+    """A block's weights, and the low bits of its fp32 values. Where it was saved in another precision, the fp32 values
+    are joined and, if `low_bits` are needed, split again, without losing a bit."""
     name = f"remainder-{index}.safetensors"
     weights = load_file(path / f"weights-{index}.safetensors")
     kept = load_file(path / name) if name in files else {}
@@ -256,50 +245,43 @@ def _read_block(
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Previous:
-    """The checkpoint before: what has not changed since is linked, not written again."""
-
-    path: Path
-    changed_at: list[int]
-    files: Mapping[str, Any]
-
-
-def _previous(existing: list[Path], partition: Partition, trained: CheckpointSource) -> _Previous | None:
-    if not existing:
-        return None
+def _unchanged_files(existing: list[Path], partition: Partition, trained: CheckpointSource) -> dict[str, Any]:
+    """The files of the newest checkpoint that can be linked, because no step has moved their blocks since: name ->
+    manifest entry."""
     try:
-        manifest = _read_manifest(existing[-1])
+        manifest = _read_manifest(existing[-1]) if existing else {}
     except CheckpointError:
-        return None
-    if (manifest["model"], manifest.get("precision")) != (fingerprint(partition), trained.precision.name):
-        return None
-    return _Previous(path=existing[-1], changed_at=manifest["optimizer"]["changed_at"], files=manifest["files"])
+        manifest = {}
+    if (manifest.get("model"), manifest.get("precision")) != (fingerprint(partition), trained.precision.name):
+        return {}
+    files, changed_at = manifest["files"], manifest["optimizer"]["changed_at"]
+    unchanged = [block for block in partition if changed_at[block.index] == trained.changed_at[block.index]]
+    return {name: files[name] for block in unchanged for name in _contents(block, trained) if name in files}
 
 
 def _write_files(
-    folder: Path, partition: Partition, trained: CheckpointSource, previous: _Previous | None
+    folder: Path, existing: list[Path], partition: Partition, trained: CheckpointSource
 ) -> dict[str, dict[str, Any]]:
-    """Write or link every file; returns the manifest's entries."""
+    """Write every file into `folder`, or link it to that of the newest `existing` checkpoint; returns the manifest's
+    entries."""
+    unchanged = _unchanged_files(existing, partition, trained)
     entries: dict[str, dict[str, Any]] = {}
     for block in partition:
         for name, encode in _contents(block, trained).items():
-            if previous is not None and _is_linked(name, block, trained, previous):
-                _link(previous.path / name, folder / name)
-                entries[name] = previous.files[name]
-            else:
+            if name not in unchanged:
                 entries[name] = _write(folder / name, encode())
-    buffers = persistent_buffers(partition.model)
-    if buffers:
+                continue
+            entries[name] = unchanged[name]
+            try:
+                os.link(existing[-1] / name, folder / name)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(existing[-1] / name, folder / name)
+    parameters = {name for name, _ in partition.model.named_parameters(remove_duplicate=False)}
+    state = partition.model.state_dict()
+    buffers = {name: value.contiguous() for name, value in state.items() if name not in parameters}
+    if buffers:  # BatchNorm statistics and the like
         entries["buffers.safetensors"] = _write(folder / "buffers.safetensors", save(buffers))
     return entries
-
-
-def _is_linked(name: str, block: Block, trained: CheckpointSource, previous: _Previous | None) -> bool:
-    """Whether the checkpoint before has this very file of a block."""
-    if previous is None or name not in previous.files:
-        return False
-    return previous.changed_at[block.index] == trained.changed_at[block.index]
 
 
 def _contents(block: Block, trained: CheckpointSource) -> dict[str, Callable[[], bytes]]:
@@ -317,12 +299,6 @@ def _contents(block: Block, trained: CheckpointSource) -> dict[str, Callable[[],
     return contents
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a state dict holds beside parameters: BatchNorm statistics and the like."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value.contiguous() for name, value in model.state_dict().items() if name not in parameters}
-
-
 def _write(path: Path, data: bytes) -> dict[str, Any]:
     """Write `data` and see it onto the disk; returns its manifest entry."""
     with path.open("wb") as file:
@@ -330,21 +306,6 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _remove_what_was_left(folder: Path) -> None:
-    """Delete what killed processes left half-written or half-deleted; a folder without a manifest is no checkpoint."""
-    for path in folder.glob("*step-*"):
-        if path.name.startswith(".") or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
-            shutil.rmtree(path)
 
 
 def _flush_folder(path: Path) -> None:
@@ -383,9 +344,9 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _way_out(path: Path) -> str:
-    """What to do about a bad file: an older checkpoint may have a good one, or share this very file."""
+    """How to recover from a bad file: an older checkpoint may have a good one, or share this very file."""
     mine = path.parent
-    older = [other for other in checkpoints(mine.parent) if _step(other) < _step(mine)]
+    older = [other for other in checkpoints(mine.parent) if step_of(other) < step_of(mine)]
     sound = [
         other
         for other in older

@@ -116,7 +116,7 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
+        """Read nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
         imports = values.get("imports") or ()
         if not isinstance(imports, list | tuple) or not all(isinstance(module, str) for module in imports):
             raise ConfigError(
@@ -172,22 +172,21 @@ def moves_in_backward(config: RunConfig) -> str | None:
 
 
 # The values that a layout cannot work with, by key.
-PIPELINE_REFUSES: Mapping[str, Callable[[Any], bool]] = {
-    "precision": lambda value: value not in ("fp32", "bf16", "bf16-exact"),
+_REFUSED_BY_BOTH: Mapping[str, Callable[[Any], bool]] = {
     "model.grown_layers": lambda value: value != "drawn",
     "memory.frozen": lambda value: value != "device",
     "schedule.span": lambda value: value != "block",
     "optimizer.tail": lambda value: value != "none",
     "optimizer.in_backward": bool,
+}
+PIPELINE_REFUSES: Mapping[str, Callable[[Any], bool]] = {
+    "precision": lambda value: value not in ("fp32", "bf16", "bf16-exact"),
+    **_REFUSED_BY_BOTH,
     "distributed.reduce_dtype": lambda value: value != "fp32",
 }
 FSDP_REFUSES: Mapping[str, Callable[[Any], bool]] = {
     "precision": lambda value: value not in ("fp32", "bf16-exact"),
-    "model.grown_layers": lambda value: value != "drawn",
-    "memory.frozen": lambda value: value != "device",
-    "schedule.span": lambda value: value != "block",
-    "optimizer.tail": lambda value: value != "none",
-    "optimizer.in_backward": bool,
+    **_REFUSED_BY_BOTH,
     "optimizer.name": lambda value: value in ("Muon", "Adafactor"),
     "optimizer.state": lambda value: value == "disk",
     "memory.loss_chunk": lambda value: value is not None,

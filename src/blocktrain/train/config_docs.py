@@ -1,4 +1,4 @@
-"""What can be configured, told by the configuration itself: its dataclasses, their docstrings, types and defaults.
+"""The reference of all keys, written from the configuration's dataclasses: their docstrings, types and defaults.
 
 `blocktrain config` prints it, and `docs/configuration.md` is what it prints; a test compares them.
 """
@@ -52,9 +52,9 @@ def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) 
     """The tables of a configuration, each before the tables in it."""
     hints = typing.get_type_hints(config)
     names = {field.name for field in dataclasses.fields(config)}
-    told: dict[str, str] = {}
-    for base in reversed(config.__mro__):  # a configuration may extend another one, which tells of its own keys
-        told |= _read(inspect.cleandoc(base.__doc__ or ""), names)[1]
+    texts: dict[str, str] = {}
+    for base in reversed(config.__mro__):  # a configuration may extend another one, which documents its own keys
+        texts |= _read(inspect.cleandoc(base.__doc__ or ""), names)[1]
     text, _ = _read(inspect.getdoc(config) or "", names)
     keys, inner = [], []
     for field in dataclasses.fields(config):
@@ -62,82 +62,70 @@ def tables(config: type = RunConfig, name: str = "", *, optional: bool = False) 
             inner += [(kind.config, kind.name, True) for kind in DATA_KINDS.values()]
         if field.name in ("data", "tables"):  # the second: of techniques from outside the package
             continue
-        kind = _table_in(hints[field.name])
-        if kind is None:
-            said = {"kind": _said(hints[field.name]), "default": _default(field), "text": told.get(field.name, "")}
-            keys.append(Key(name=field.name, **said))
-        else:
-            path = f"{name}.{field.name}" if name else field.name
-            inner.append((kind, path, type(None) in get_args(hints[field.name])))
+        hint = hints[field.name]
+        arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and arm is not Duration]
+        table = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+        if table is not None:
+            inner.append((table, f"{name}.{field.name}" if name else field.name, type(None) in get_args(hint)))
+            continue
+        default = ""
+        if field.default is not dataclasses.MISSING:
+            default = _toml(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = _toml(field.default_factory())
+        keys.append(Key(name=field.name, kind=_kind(hint), default=default, text=texts.get(field.name, "")))
     yield Table(name=name, text=text, optional=optional, keys=tuple(keys))
-    for kind, path, may_be_left_out in inner:
-        yield from tables(kind, path, optional=may_be_left_out)
+    for table, path, may_be_left_out in inner:
+        yield from tables(table, path, optional=may_be_left_out)
 
 
 def page() -> str:
     """The whole reference as Markdown."""
-    return "\n".join([PREAMBLE, *(_section(table) for table in tables())])
-
-
-def _section(table: Table) -> str:
-    heading = f"## `[{table.name}]`" if table.name else "## Top-level keys"
-    rows = [f"| `{key.name}` | {key.kind} | {_cell(key.default)} | {key.text} |" for key in table.keys]
-    text = f"{table.text} (Optional.)" if table.optional else table.text
-    return "\n".join([heading, "", text, "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])
-
-
-def _cell(default: str) -> str:
-    return f"`{default}`" if default not in ("", "none") else default
+    lines = [PREAMBLE]
+    for table in tables():
+        heading = f"## `[{table.name}]`" if table.name else "## Top-level keys"
+        text = f"{table.text} (Optional.)" if table.optional else table.text
+        lines += [heading, "", text, "", "| key | value | default | |", "|---|---|---|---|"]
+        for key in table.keys:
+            default = f"`{key.default}`" if key.default not in ("", "none") else key.default
+            lines.append(f"| `{key.name}` | {key.kind} | {default} | {key.text} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _read(doc: str, names: set[str]) -> tuple[str, dict[str, str]]:
-    """A docstring's text, and what it tells of `names` in paragraphs that begin with `name:` or `name, name:`."""
-    text, told, current = [], {}, []
+    """A docstring's text, and what it says about `names` in paragraphs that begin with `name:` or `name, name:`."""
+    text, texts, current = [], {}, []
     for line in doc.splitlines():
         found = re.match(r"(\w+(?:, \w+)*): (.*)", line)
         if found and names.issuperset(found[1].split(", ")):
             current = found[1].split(", ")
-            told.update(dict.fromkeys(current, found[2]))
+            texts.update(dict.fromkeys(current, found[2]))
         elif current and line.startswith("    "):
-            told.update({name: f"{told[name]} {line.strip()}" for name in current})
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in current})
         else:
             current = []
             text.append(line)
-    return "\n".join(text).strip(), told
+    return "\n".join(text).strip(), texts
 
 
-def _table_in(hint: Any) -> type | None:
-    """The dataclass that a field holds, if it is a table of its own."""
-    for kind in get_args(hint) or (hint,):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Duration:
-            return kind
-    return None
-
-
-def _said(hint: Any) -> str:
+def _kind(hint: Any) -> str:
+    """What a key takes, as one would say it."""
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_said(kind) for kind in arguments if kind is not type(None))
+        return " or ".join(_kind(kind) for kind in arguments if kind is not type(None))
     if origin is Literal:
         return " or ".join(f"`{_toml(choice)}`" for choice in arguments)
     if origin in LISTS:
-        return f"list of {_said(arguments[0])}"
+        return f"list of {_kind(arguments[0])}"
     if origin in TABLES and arguments and arguments[1] is not Any:
-        return f"table of {_said(arguments[1])}"
+        return f"table of {_kind(arguments[1])}"
     if origin in TABLES or hint in TABLES:
         return "table"
     if hint is Duration:
         return "duration"
     return names[hint]
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return _toml(field.default)
-    if field.default_factory is not dataclasses.MISSING:
-        return _toml(field.default_factory())
-    return ""
 
 
 def _toml(value: Any) -> str:
@@ -146,15 +134,12 @@ def _toml(value: Any) -> str:
             return "none"
         case bool():
             return str(value).lower()
-        case str():
-            return f'"{value}"'
-        case Duration():
+        case str() | Duration():
             return f'"{value}"'
         case list() | tuple():
             return f"[{', '.join(_toml(item) for item in value)}]"
         case dict():
-            return (
-                "{}" if not value else "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-            )
+            entries = ", ".join(f"{key} = {_toml(item)}" for key, item in value.items())
+            return f"{{ {entries} }}" if entries else "{}"
         case _:
             return str(value)

@@ -28,9 +28,6 @@ class BlocksConfig(PartitionConfig):
     frozen_dropout: bool = False
 
 
-CYCLIC_DEFAULTS: dict[str, Any] = {"first_visits": (), "order": "ascending", "span": "block"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Which block is visited when, and for how long.
@@ -61,14 +58,16 @@ class ScheduleConfig:
 
     def build(self, *, seed: int) -> Schedule:
         """The schedule that this table describes; `seed` decides what it draws."""
-        cyclic = {"first_visits": self.first_visits, "order": self.order, "span": self.span}
-        if self.kind == "cyclic" and self.options:
-            raise ConfigError("options are for a schedule of your own; name its class in schedule.kind")
-        if self.kind != "cyclic":
-            changed = [key for key, default in CYCLIC_DEFAULTS.items() if cyclic[key] != default]
+        options = self.options
+        if self.kind == "cyclic":
+            if options:
+                raise ConfigError("options are for a schedule of your own; name its class in schedule.kind")
+            options = {"first_visits": self.first_visits, "order": self.order, "span": self.span}
+        else:
+            defaults = {"first_visits": (), "order": "ascending", "span": "block"}
+            changed = [key for key, default in defaults.items() if getattr(self, key) != default]
             if changed:
                 raise ConfigError(f"kind = '{self.kind}' takes options, not {changed[0]}: set schedule.options")
-        options = cyclic if self.kind == "cyclic" else self.options
         return make_schedule(self.kind, visit=self.visit, sweeps=self.sweeps, seed=seed, **options)
 
 

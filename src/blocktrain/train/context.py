@@ -1,4 +1,4 @@
-"""From a configuration to everything a run needs, checked before the first step: what cannot work fails here."""
+"""Builds what a run needs from its configuration, and refuses what cannot work before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blocktrain.chain.partition import partition_by_config
 from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.contrib.learning_tail import Tail
 from blocktrain.data.chat import ChatRows
-from blocktrain.data.kinds import TrainingData, kind_of
+from blocktrain.data.kinds import TrainingData
 from blocktrain.data.sampling import RowPlan, ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError
@@ -37,11 +37,6 @@ from blocktrain.schedule import Schedule
 from blocktrain.stopping import FullLength, VisitRule
 from blocktrain.train.config import RunConfig
 from blocktrain.units import BatchGeometry
-
-
-def open_data(config: RunConfig) -> TrainingData:
-    """The data of the one data table that `config` has."""
-    return kind_of(config.data).open(config.data, seed=config.seed)
 
 
 @torch.no_grad()
@@ -130,7 +125,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     ranks = ranks or Ranks()
     # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
-    data = open_data(config)
+    data = config.data_kind.open(config.data, seed=config.seed)
     seed_everything(config.seed)
     model = load_model(
         config.model,
@@ -173,22 +168,10 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         tokenizer=data.tokenizer,
         ranks=ranks,
     )
-    _require_settled_checkpoints(config, context.geometry)
     _require_layout(context)
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=context.total_steps, visit_step=0)
     return context
-
-
-def _require_settled_checkpoints(config: RunConfig, geometry: BatchGeometry) -> None:
-    """With local SGD, checkpoints and evaluations must fall on steps after which all ranks have the same weights."""
-    apart = config.distributed.sync_every or 1
-    for name, every in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
-        steps = every.in_steps(geometry)
-        if steps % apart:
-            raise ConfigError(
-                f"{name}.every is {steps} steps, which is not a multiple of distributed.sync_every = {apart}"
-            )
 
 
 def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
@@ -197,7 +180,7 @@ def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:
 
 
 def is_sharded(config: RunConfig, ranks: Ranks) -> bool:
-    """Whether each process has a part of every weight."""
+    """Whether each process holds a shard of every weight."""
     return config.distributed.layout == "fsdp" and ranks.size > 1
 
 
@@ -210,18 +193,25 @@ def pipeline_config(config: RunConfig) -> PipelineConfig:
 
 def _require_layout(context: TrainingContext) -> None:
     """Raise `ConfigError` where the processes cannot share this context as the configuration says."""
-    if is_sharded(context.config, context.ranks):
+    config = context.config
+    apart = config.distributed.sync_every or 1
+    for name, every in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
+        steps = every.in_steps(context.geometry)
+        if steps % apart:  # between two averages of local SGD each rank has weights of its own
+            raise ConfigError(
+                f"{name}.every is {steps} steps, which is not a multiple of distributed.sync_every = {apart}"
+            )
+    if is_sharded(config, context.ranks):
         require_shardable(context.partition)
-    if is_pipeline(context.config, context.ranks):
-        rows, size = context.config.batch.rows, context.ranks.size
+    if is_pipeline(config, context.ranks):
+        rows, size = config.batch.rows, context.ranks.size
         if context.rank_rows % context.micro_rows:
             raise ConfigError(
                 f"batch.micro_rows = {context.micro_rows} must divide the {context.rank_rows} rows of a step that each "
                 f"of {size} processes brings into a pipeline (batch.rows = {rows})"
             )
-        require_stages(
-            context.partition, size, pipeline_config(context.config), micro_batches=rows // context.micro_rows
-        )
+        count = rows // context.micro_rows
+        require_stages(context.partition, size, pipeline_config(config), micro_batches=count)
 
 
 def optimizer_of(
@@ -232,8 +222,9 @@ def optimizer_of(
     *,
     on_host: OnHost = OnHost(),  # noqa: B008 - a value
 ) -> BlockOptimizer:
-    """The one that `config` describes, over `parts`; where moments are kept on disk, in the run's `folder`; where
-    frozen weights are on the host, as `on_host` copies them.
+    """The optimizer that `config` describes, over `parts`.
+
+    folder: the run's, for moments that are kept on disk. on_host: how frozen weights on the host are copied.
 
     With FSDP the shards are the fp32 masters, whatever dtype they are gathered in for compute.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,49 +17,35 @@ from torch import nn
 
 from blocktrain.chain.freezing import evaluating
 from blocktrain.data.kinds import TrainingData
-from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.parallel.ranks import Ranks
+from blocktrain.records.run_records import Sample
 from blocktrain.runtime import to_device
 from blocktrain.train.context import TrainingContext
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the model wrote, and what it should have."""
-
-    prompt: str
-    text: str
-    expected: str
-    correct: bool
-
-    def to_event(self) -> dict[str, Any]:
-        """As the fields of a sample record."""
-        return asdict(self)
-
-
-def ask(context: TrainingContext, model: nn.Module) -> list[Answer]:
-    """The answers to the first `evaluation.generate` validation conversations; none where that is 0. The model must be
-    in eval mode."""
+def ask(context: TrainingContext, model: nn.Module, *, step: int) -> list[Sample]:
+    """The answers to the first `evaluation.generate` validation conversations, as records of `step`; none where that
+    is 0. The model must be in eval mode."""
     settings, conversations, tokenizer = context.config.evaluation, context.data.conversations, context.tokenizer
     if not settings.generate or conversations is None or tokenizer is None:
         return []
     count = min(settings.generate, conversations.num_conversations)
     found = [conversations.prompt_and_answer(index) for index in range(count)]
-    answers = []
+    samples = []
     for start in range(0, len(found), settings.batch_rows):
         part = found[start : start + settings.batch_rows]
-        prompts = [prompt for prompt, _ in part]
-        for (prompt, wanted), ids in zip(part, greedy(model, prompts, tokenizer.eos, settings.new_tokens), strict=True):
-            text, expected = (_words(tokenizer, tokens) for tokens in (ids, wanted))
+        answers = greedy(model, [prompt for prompt, _ in part], tokenizer.eos, settings.new_tokens)
+        for (prompt, wanted), ids in zip(part, answers, strict=True):
+            text, expected = (tokenizer.decode(_until(each, tokenizer.eos).tolist()).strip() for each in (ids, wanted))
             correct = final_answer(text, settings.answer_marker) == final_answer(expected, settings.answer_marker)
             shown = tokenizer.decode(prompt.tolist())
-            answers.append(Answer(prompt=shown, text=text, expected=expected, correct=correct))
-    return answers
+            samples.append(Sample(step=step, prompt=shown, text=text, expected=expected, correct=correct))
+    return samples
 
 
 @torch.no_grad()
 def greedy(model: nn.Module, prompts: Sequence[np.ndarray], end: int, new_tokens: int) -> list[np.ndarray]:
-    """What the model goes on with after each prompt, int64 arrays, up to and without the token `end`.
+    """The model's continuation of each prompt, int64 arrays, up to and without the token `end`.
 
     Prompts are filled up on the left, where the attention mask hides them; a model with fewer positions than prompt and
     answer need writes less.
@@ -89,8 +75,8 @@ def greedy(model: nn.Module, prompts: Sequence[np.ndarray], end: int, new_tokens
 
 
 def final_answer(text: str, marker: str | None) -> str | None:
-    """What is compared: the word after the first `marker`, without commas and full stops at its end; None where there
-    is no marker. Without a marker the whole text, stripped.
+    """The part of an answer that is compared: the word after the first `marker`, without commas and full stops at its
+    end; None where there is no marker. Without a marker the whole text, stripped.
 
     >>> final_answer("2 + 1999 = 2001\\n#### 2,001.", "####")
     '2001'
@@ -105,10 +91,6 @@ def final_answer(text: str, marker: str | None) -> str | None:
 def _until(ids: np.ndarray, end: int) -> np.ndarray:
     places = np.flatnonzero(ids == end)
     return ids[: places[0]] if len(places) else ids
-
-
-def _words(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    return tokenizer.decode(_until(ids, tokenizer.eos).tolist()).strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +152,8 @@ def score(
     return Score(loss=loss, loss_per_byte=None if data.bytes_per_token is None else loss / data.bytes_per_token)
 
 
-def evaluate(context: TrainingContext, model: nn.Module) -> tuple[Score, list[Answer]]:
-    """Evaluate `model`, in eval mode, as `[evaluation]` says. Collective."""
+def evaluate(context: TrainingContext, model: nn.Module, *, step: int) -> tuple[Score, list[Sample]]:
+    """Evaluate `model`, in eval mode, as `[evaluation]` says, after `step` steps. Collective."""
     settings = context.config.evaluation
     with evaluating(model):
         scored = score(
@@ -182,7 +164,7 @@ def evaluate(context: TrainingContext, model: nn.Module) -> tuple[Score, list[An
             device=context.device,
             ranks=context.ranks,
         )
-        answers = ask(context, model)
-    if answers:
-        scored = replace(scored, exact_match=sum(answer.correct for answer in answers) / len(answers))
-    return scored, answers
+        samples = ask(context, model, step=step)
+    if samples:
+        scored = replace(scored, exact_match=sum(sample.correct for sample in samples) / len(samples))
+    return scored, samples

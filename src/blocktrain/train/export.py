@@ -1,4 +1,4 @@
-"""From a run's newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
+"""Exports the newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
         config,
         optimizer=replace(config.optimizer, state="drop"),  # the run's own moments stay untouched
         memory=replace(config.memory, frozen="device"),
-        precision=_unpacked(config.precision),
+        # Quantized weights are for training; their masters are those of the unquantized precision.
+        precision=BF16_EXACT.name if preset(config.precision).is_quantized else config.precision,
     )
     context = build(config, folder.path)
     load_checkpoint(found[-1], context.partition, context.optimizer)
@@ -62,11 +63,6 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     return out
-
-
-def _unpacked(name: str) -> str:
-    """The unquantized precision with the same masters: quantized weights are for training."""
-    return BF16_EXACT.name if preset(name).is_quantized else name
 
 
 @torch.no_grad()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from blocktrain.parallel.ranks import Ranks, is_launched, open_ranks
 from blocktrain.runtime import environment, pick_device
-from blocktrain.train.blocks_train_module import BlocksSetup
+from blocktrain.train.blocks_train_module import BLOCKS
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.interrupt import stop_requests
@@ -31,16 +31,23 @@ def run(
     """
     folder = RunFolder(Path(out))
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        if ranks.rank0_broadcast(lambda: _already_started(folder, config)):
+        if ranks.rank0_broadcast(lambda: _was_started(folder, config)):
             return _resume(folder, ranks, listeners)
         context = build(config, folder.path, ranks)
-        with _run_lock(folder, ranks):
+        with folder.lock() if ranks.is_rank0 else nullcontext():
             if ranks.is_rank0:
-                folder.create(
-                    config, method=method, environment=environment(pick_device(config.device)), command=command
-                )
+                found = environment(pick_device(config.device))
+                folder.create(config, method=method, environment=found, command=command)
             _train(context, folder, method, listeners)
     return folder
+
+
+def _was_started(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether an earlier start of this job has begun the run; raises `ConfigError` if another one has."""
+    if is_launched() and (folder.path / "run.json").exists() and folder.config() == config:
+        return True
+    folder.require_new()
+    return False
 
 
 def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
@@ -61,7 +68,7 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
 def _resume(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
     folder.require_resumable()
     method, config = folder.read()["method"], folder.config().resumed_with(overrides)
-    with _run_lock(folder, ranks):
+    with folder.lock() if ranks.is_rank0 else nullcontext():
         _train(build(config, folder.path, ranks), folder, method, listeners)
     return folder
 
@@ -71,26 +78,8 @@ def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: 
         Trainer(
             context=context,
             folder=folder,
-            setup=BlocksSetup(),
+            setup=BLOCKS,
             method=method,
             listeners=listeners if context.ranks.is_rank0 else (),
             stop=stop,
         ).run()
-
-
-def _already_started(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether an earlier start of this job has begun the run; raises `ConfigError` if another one has."""
-    if is_launched() and (folder.path / "run.json").exists() and folder.config() == config:
-        return True
-    folder.require_new()
-    return False
-
-
-@contextmanager
-def _run_lock(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """The folder's lock, which one process takes for all."""
-    if ranks.is_rank0:
-        with folder.lock():
-            yield
-    else:
-        yield

@@ -96,7 +96,7 @@ class RunFolder:
         return RunConfig.from_mapping(self.read()["config"])
 
     def replace_config(self, config: RunConfig) -> None:
-        """What the run goes on with."""
+        """Note the configuration that the run continues with."""
         contents = self.read()
         if contents["config"] != json.loads(json.dumps(config.to_mapping())):
             self._write({**contents, "config": config.to_mapping()})

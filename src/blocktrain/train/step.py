@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from blocktrain.errors import NonFiniteError
 from blocktrain.runtime import seed_everything
 from blocktrain.schedule import Visit
@@ -51,13 +49,12 @@ def take_step(
     )
     loss_share = module.forward_backward(rows, following)
     norm = module.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
-    used_up = norm is None
     shares = ranks.all_gather([loss_share, 0.0 if norm is None else norm, techniques.flops_saved()])
     losses, norms, saved = zip(*shares, strict=True)
     loss, mean_norm = sum(losses), sum(norms) / ranks.size
     result = StepResult(
         loss=loss,
-        grad_norm=math.nan if used_up else mean_norm,
+        grad_norm=math.nan if norm is None else mean_norm,
         lr=config.optimizer.lr * lr_factor,
         flops_saved=int(sum(saved)),
     )
@@ -65,17 +62,15 @@ def take_step(
         module.update(step)
         return result
     module.discard(step)
-    if config.on_nonfinite == "skip" and not used_up:
+    if config.on_nonfinite == "skip" and norm is not None:
         for buffer, before in buffers.items():  # BatchNorm has already seen the batch
             buffer.copy_(before)
         return replace(result, skipped=True)
     what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {mean_norm}"
+    listed = ", ".join(str(row) for row in rows.rows[:8])
+    if len(rows.rows) > 8:
+        listed = f"{listed}, ... ({len(rows.rows)} in all)"
     raise NonFiniteError(
-        f"{what} at step {step + 1} in {visit.block}, batch of training rows {_listed(rows.rows)}; "
+        f"{what} at step {step + 1} in {visit.block}, batch of training rows {listed}; "
         "lower optimizer.lr, set optimizer.max_grad_norm, or on_nonfinite = 'skip'"
     )
-
-
-def _listed(rows: np.ndarray) -> str:
-    shown = ", ".join(str(row) for row in rows[:8])
-    return shown if len(rows) <= 8 else f"{shown}, ... ({len(rows)} in all)"

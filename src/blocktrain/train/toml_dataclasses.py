@@ -38,8 +38,7 @@ def from_mapping(
     built: fields that the caller has made from other keys.
     also_known: the names of those keys, for the message about an unknown key.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} is a table: write [{where}], not {values!r}")
+    _require_table(values, where)
     built = built or {}
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -49,7 +48,8 @@ def from_mapping(
             raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, [*known, *also_known])}")
     converted = {key: _convert(known[key], value, _join(where, key)) for key, value in values.items()}
     for field in fields:
-        if _required(field) and field.name not in (*values, *built):
+        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in (*values, *built):
             raise ConfigError(f"key '{_join(where, field.name)}' is missing")
     try:
         return cls(**converted, **built)
@@ -59,13 +59,8 @@ def from_mapping(
 
 def to_mapping(config: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """The inverse: plain dictionaries, lists, strings and numbers; keys that are None are left out."""
-    result: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is None or field.name in leave_out:
-            continue
-        result[field.name] = _plain(value)
-    return result
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: _plain(value) for name, value in values.items() if value is not None and name not in leave_out}
 
 
 def _plain(value: Any) -> Any:
@@ -105,18 +100,15 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--set '{text}': '{part}' is a value, not a table")
-        table[path[-1]] = _toml_value(value.strip())
+        try:
+            table[path[-1]] = tomllib.loads(f"value = {value.strip()}")["value"]
+        except tomllib.TOMLDecodeError:
+            table[path[-1]] = value.strip()
     return values
 
 
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _convert(kind: Any, value: Any, where: str) -> Any:
+    """`value`, which stands at the dotted key `where`, as a `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
@@ -126,10 +118,13 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         hint = nearest(str(value), [str(choice) for choice in arguments])
         raise ConfigError(f"{where}: {value!r} is not an allowed value; {hint}")
     if kind is Duration:
-        return _duration(value, where)
+        if not isinstance(value, Duration | str):
+            raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
+        try:
+            return Duration.parse(value) if isinstance(value, str) else value
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
         return from_mapping(typing.cast(type, kind), value, where=where)
     if origin in LISTS or kind in LISTS:
         if not isinstance(value, list):
@@ -137,11 +132,15 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         kind_of_item = arguments[0] if arguments else Any
         return tuple(_convert(kind_of_item, item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin in TABLES or kind in TABLES:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
+        _require_table(value, where)
         kind_of_item = arguments[1] if arguments else Any
         return {key: _convert(kind_of_item, item, _join(where, key)) for key, item in value.items()}
-    return _scalar(kind, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is Any or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        return value
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {value!r}")
 
 
 def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
@@ -159,30 +158,9 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
     return _convert(choices[-1], value, where)
 
 
-def _duration(value: Any, where: str) -> Duration:
-    if isinstance(value, Duration):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
-    try:
-        return Duration.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if kind is Any:
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {value!r}")
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _require_table(value: Any, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
 
 
 def _join(where: str, key: str) -> str:

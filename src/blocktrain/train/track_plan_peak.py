@@ -9,7 +9,6 @@ activation and retirement.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.model_loading import ModelConfig, load_model
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.data.text import TextConfig
-from blocktrain.memory.fake import FakeCopy, fake_copy
+from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.parts import HOST
 from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
@@ -39,12 +38,8 @@ MOST_MICRO_STEPS = 3  # a fourth micro-batch finds what the third found
 
 def meta_model(spec: ModelSpec) -> nn.Module:
     """The model of transformers that `spec` describes, on the meta device."""
-    return _on_meta(ModelConfig(architecture=spec.architecture, config=spec.settings()))
-
-
-def _on_meta(config: ModelConfig) -> nn.Module:
     with torch.device("meta"):
-        return load_model(config)
+        return load_model(ModelConfig(architecture=spec.architecture, config=spec.settings()))
 
 
 def tracked_peak(config: RunConfig) -> dict[int, int]:
@@ -54,50 +49,41 @@ def tracked_peak(config: RunConfig) -> dict[int, int]:
     config: a run on text, on one device. Host and device are counted as two memories, although both are this machine's.
     """
     assert isinstance(config.data, TextConfig)
-    fake = fake_copy(_on_meta(config.model))
+    with torch.device("meta"):
+        fake = fake_copy(load_model(config.model))
     ids = torch.zeros(1, config.data.row_tokens, dtype=torch.long)
     partition = partition_by_config(fake.model, config.blocks, batch={"input_ids": ids, "labels": ids})
     optimizer = optimizer_of(config, partition, Path(), Ranks(), on_host=OnHost(side_stream=AlwaysCopying))
+    runner = BoundaryRunner(partition.chain)
     largest = max(partition, key=lambda block: block.num_parameters).index
     blocks = [partition[index] for index in sorted({0, len(partition) // 2, largest, len(partition) - 1})]
-    step = _Step(fake=fake, config=config, optimizer=optimizer, runner=BoundaryRunner(partition.chain))
+    peaks: dict[int, int] = {}
     with saving_memory(partition, config.memory):
-        return {block.index: _peak(step, block) for block in blocks}
+        for block in blocks:
+            with fake.running(), MemoryTracker() as tracker:
+                frozen = [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]]
+                tracker.label("frozen", frozen)
+                tracker.label(HOST, optimizer.tensors()["host"])
+                with optimizer.visit(block):
+                    for _ in range(STEPS):
+                        tracker.reset_peak()
+                        _take_step(config, optimizer, runner, block)
+                    peaks[block.index] = tracker.peak().bytes
+    return peaks
 
 
-def _peak(step: _Step, block: Block) -> int:
-    fake, optimizer, tracker = step.fake, step.optimizer, MemoryTracker()
-    with fake.running(), tracker:
-        tracker.label("frozen", [*fake.model.parameters(), *fake.model.buffers(), *optimizer.tensors()["frozen"]])
-        tracker.label(HOST, optimizer.tensors()["host"])
-        with optimizer.visit(block):
-            for _ in range(STEPS):
-                tracker.reset_peak()
-                step.take(block)
-            return tracker.peak().bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A step on the model without memory, over stored rows where the configuration has a prefix cache."""
-
-    fake: FakeCopy
-    config: RunConfig
-    optimizer: BlockOptimizer
-    runner: BoundaryRunner
-
-    def take(self, block: Block) -> None:
-        """Forward and backward passes of the micro-batches, the clip and the update."""
-        config, model = self.config, self.fake.model
-        assert isinstance(config.data, TextConfig)
-        micro_rows = config.batch.micro_rows if isinstance(config.batch.micro_rows, int) else config.batch.rows
-        ids = torch.zeros(micro_rows, config.data.row_tokens, dtype=torch.long)  # (micro_rows, row_tokens)
-        boundary = block.boundary if config.prefix.store != "off" else 0
-        width = cast(Any, model.config).hidden_size
-        for _ in range(min(config.batch.rows // micro_rows, MOST_MICRO_STEPS)):
-            hidden = next(model.parameters()).new_empty(*ids.shape, width) if boundary else None
-            with self.runner.running(start=boundary, hidden=hidden):
-                model(input_ids=ids, labels=ids).loss.backward()
-        self.optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def _take_step(config: RunConfig, optimizer: BlockOptimizer, runner: BoundaryRunner, block: Block) -> None:
+    """A step on a model without memory, over stored rows where the configuration has a prefix cache."""
+    assert isinstance(config.data, TextConfig)
+    model = optimizer.partition.model
+    micro_rows = config.batch.micro_rows if isinstance(config.batch.micro_rows, int) else config.batch.rows
+    ids = torch.zeros(micro_rows, config.data.row_tokens, dtype=torch.long)  # (micro_rows, row_tokens)
+    boundary = block.boundary if config.prefix.store != "off" else 0
+    width = cast(Any, model.config).hidden_size
+    for _ in range(min(config.batch.rows // micro_rows, MOST_MICRO_STEPS)):
+        hidden = next(model.parameters()).new_empty(*ids.shape, width) if boundary else None
+        with runner.running(start=boundary, hidden=hidden):
+            model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()

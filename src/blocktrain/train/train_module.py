@@ -14,7 +14,7 @@ There are two: `BlocksModule`, for every layout, and in `compare/` `ExternalModu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,7 @@ from blocktrain.train.technique import Techniques
 class TrainModule(Protocol):
     """How one optimizer step is taken. Every rank makes the same calls in the same order."""
 
-    @property
-    def model(self) -> nn.Module:
-        """What is evaluated."""
-        ...
+    model: nn.Module  # what is evaluated
 
     @property
     def is_settled(self) -> bool:
@@ -44,8 +41,14 @@ class TrainModule(Protocol):
         ...
 
     @property
-    def active_block(self) -> int | None:
-        """Index of the block that is being trained, for the records; None between visits."""
+    def checkpoint_source(self) -> Callable[[], CheckpointSource] | None:
+        """Makes what a checkpoint is written from (a collective call); None where nothing can be saved."""
+        ...
+
+    @property
+    def forward_backward(self) -> Callable[[StepRows, StepRows], float]:
+        """(rows, following) -> this rank's share of the step's mean loss, whose gradients are left in the weights. The
+        shares of all ranks add up to the loss. `following` are the next step's rows, which may be prefetched."""
         ...
 
     def visit(self, visit: Visit, following: Visit | None) -> AbstractContextManager[None]:
@@ -54,11 +57,6 @@ class TrainModule(Protocol):
 
     def begin_step(self, step: int, lr_factor: float) -> None:
         """Before the forward pass of 0-based `step`: learn at `lr_factor` times the configured rate."""
-        ...
-
-    def forward_backward(self, rows: StepRows, following: StepRows) -> float:
-        """Leave the gradients of the step's mean loss, and return this rank's share of that loss (the shares of all
-        ranks add up to it). `following` are the next step's rows, which may be prefetched."""
         ...
 
     def clip_grad_norm(self, max_norm: float) -> float | None:
@@ -86,10 +84,6 @@ class TrainModule(Protocol):
         """Bytes of the optimizer state that this rank holds for the active block."""
         ...
 
-    def checkpoint_source(self) -> CheckpointSource | None:
-        """What a checkpoint is written from; None where nothing can be saved. Collective."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -100,18 +94,18 @@ class Prepared:
     techniques: Techniques
 
 
-class Setup(Protocol):
-    """What a method of training is made of: its opening records, and its module."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a method of training is made of: three functions, which the trainer calls in this order.
 
-    def header(self, context: TrainingContext, method: str) -> RunHeader:
-        """What is trained, and how. A checkpoint of a run with another header was written before the run was moved."""
-        ...
+    header: (context, name of the method) -> what is trained, and how. A checkpoint of a run with another header was
+        written before the run was moved.
+    opening: (context, header, micro_rows) -> what a step costs; rank 0 alone. `micro_rows` was decided when the run
+        began; None: decide now, where the configuration leaves it open.
+    prepare: (context, opening, the run's folder) -> the module, after a checkpoint was loaded into the context.
+        Collective.
+    """
 
-    def opening(self, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
-        """Count what a step costs; rank 0 alone. `micro_rows` was decided when the run began; None: decide now, where
-        the configuration leaves it open."""
-        ...
-
-    def prepare(self, context: TrainingContext, opening: Opening, folder: Path) -> Prepared:
-        """Build the module. Called after a checkpoint was loaded into `context`. Collective."""
-        ...
+    header: Callable[[TrainingContext, str], RunHeader]
+    opening: Callable[[TrainingContext, RunHeader, int | None], Opening]
+    prepare: Callable[[TrainingContext, Opening, Path], Prepared]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from blocktrain.errors import CheckpointError, Interrupted
 from blocktrain.records.log import EventLog, NoLog
-from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Sample, Step, VisitEnd, VisitStart
+from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation
@@ -71,10 +71,17 @@ class Trainer:
         started = time.perf_counter()
         ranks = self.context.ranks
         newest = ranks.rank0_broadcast(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
-        saved = read_header(self.folder.checkpoints / newest[0]) if newest else None
+        path = self.folder.checkpoints / newest[0] if newest else None
+        saved = None if path is None else read_header(path)
         is_moved = self._open(saved)
-        if newest:
-            self._restore(newest[0])
+        if path is not None:
+            saved = load_checkpoint(path, self.context.partition, self.context.optimizer)
+            if saved.data != self.context.data.fingerprint:
+                raise CheckpointError(
+                    f"the training data have changed since '{path}' was written, so the run cannot continue on them; "
+                    "restore the data, or start a new run with another --out"
+                )
+            self.progress = replace(saved.progress, header=self.progress.header, micro_rows=self.progress.micro_rows)
         self._started = started - self.progress.seconds
         if ranks.is_rank0:
             self._log = EventLog(self.folder.events, length=0 if saved is None else saved.log_bytes)
@@ -84,7 +91,7 @@ class Trainer:
             self.context = self._prepared.context
             self._prepared.techniques.load_state(self.progress.techniques)
             for record in self._opening.records:
-                (self._emit if saved is None or is_moved else self._notify)(record)
+                self._emit(record, is_logged=saved is None or is_moved)
             if ranks.is_rank0:
                 self.folder.replace_config(self.context.config)  # of a run that was moved, now that it works
             with self._prepared.techniques.around_run(), self._advise("between steps"):
@@ -93,8 +100,8 @@ class Trainer:
             self._log.close()
 
     def _open(self, saved: CheckpointHeader | None) -> bool:
-        """Count what a step costs, before any weight is loaded: nothing that was tried on the way is left. Returns
-        whether the run goes on with another device, precision or layout than it was saved with."""
+        """Count what a step costs, before any weight is loaded: the trial steps leave nothing behind. Returns whether
+        the run continues with another device, precision or layout than it was saved with."""
         context, before = self.context, None if saved is None else saved.progress
         header = self.setup.header(context, self.method)
         is_moved = before is not None and before.header != header.to_event()
@@ -111,7 +118,8 @@ class Trainer:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        context, progress, module = self.context, self.progress, self._prepared.module
+        """Evaluate, go through the visits, then write the last evaluation, checkpoint and record."""
+        context, progress = self.context, self.progress
         if progress.evaluated is None:
             self._evaluate()
         for visit in context.schedule.visits(context.partition, start=progress.visit):
@@ -121,10 +129,30 @@ class Trainer:
             if progress.visit_step == 0:
                 self._prepared.techniques.before_visit(visit)
             following = next(context.schedule.visits(context.partition, start=visit.index + 1), None)
-            with module.visit(visit, following):
+            with self._prepared.module.visit(visit, following):
                 self._visit(visit)
-            self._retire(visit)
-        self._finish()
+            peak = peak_memory_bytes(context.device)
+            self._peak_bytes = max(self._peak_bytes, peak)
+            reason = progress.visit_over or progress.run_over or ""
+            self._emit(VisitEnd(**self._position(visit).fields(), reason=reason, peak_memory_bytes=peak))
+            progress.visit, progress.visit_step, progress.visit_over = visit.index + 1, 0, None
+        progress.run_over = progress.run_over or f"{progress.sweep + 1} sweeps done"
+        if progress.evaluated != progress.step:
+            self._evaluate()
+        self._save()
+        self._emit(
+            RunEnd(
+                reason=progress.run_over,
+                steps=progress.step,
+                tokens=progress.tokens,
+                sweeps=progress.sweep + 1,
+                seconds=self._seconds(),
+                **progress.score,
+                optimizer_bytes=progress.optimizer_bytes,
+                flops=progress.flops,
+                peak_memory_bytes=max(self._peak_bytes, peak_memory_bytes(context.device)),
+            )
+        )
 
     def _visit(self, visit: Visit) -> None:
         """Steps until the visit or the run is over."""
@@ -141,7 +169,7 @@ class Trainer:
             self._emit(VisitStart(**self._position(visit).fields(), **grown))
         if not progress.visit_over:  # a resumed visit may have no step left
             for record in techniques.open_visit(visit, self._position(visit)):
-                (self._emit if is_fresh else self._notify)(record)
+                self._emit(record, is_logged=is_fresh)
         while not (progress.visit_over or progress.run_over):
             with self._advise(f"at step {progress.step + 1} in {visit.block}"), techniques.around_step(visit):
                 place = {"step": progress.step, "visit_step": progress.visit_step}
@@ -149,9 +177,11 @@ class Trainer:
             self._count(visit, result, step_flops)
             is_evaluated = progress.step % evaluate_every == 0
             if is_evaluated:
-                self._evaluate()
-            signal_number, seconds = self._agree()
-            self._check_stopping(visit, result, is_evaluated, seconds)
+                self._evaluate(visit.block.index)
+            # The ranks stop together: at a signal that any of them was sent, and by rank 0's clock.
+            gathered = self.context.ranks.all_gather([self.stop.signal_number or 0, self._seconds()])
+            signal_number = int(max(number for number, _ in gathered))
+            self._check_stopping(visit, result, is_evaluated, seconds=gathered[0][1])
             if progress.run_over:  # the run's last checkpoint comes after its last records
                 break
             if signal_number and module.is_settled:
@@ -175,15 +205,10 @@ class Trainer:
         progress.flops += step_flops - result.flops_saved
         shown = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "skipped": result.skipped}
         is_logged = progress.step % self.context.config.log_every == 0 or result.skipped
-        (self._emit if is_logged else self._notify)(Step(**self._position(visit).fields(), **shown))
-
-    def _agree(self) -> tuple[int, float]:
-        """The signal that any rank was sent (0: none), and rank 0's clock."""
-        found = self.context.ranks.all_gather([self.stop.signal_number or 0, self._seconds()])
-        return int(max(number for number, _ in found)), found[0][1]
+        self._emit(Step(**self._position(visit).fields(), **shown), is_logged=is_logged)
 
     def _check_stopping(self, visit: Visit, result: StepResult, is_evaluated: bool, seconds: float) -> None:
-        """Is the visit over? Is the run?"""
+        """Decide whether the visit is over, and whether the run is."""
         context, progress = self.context, self.progress
         validation = progress.score["loss"] if is_evaluated else None
         seen = Observation(visit_step=progress.visit_step, loss=result.loss, validation_loss=validation)
@@ -195,87 +220,38 @@ class Trainer:
             step=progress.step, seconds=seconds, validation_loss=validation, geometry=context.geometry
         )
 
-    def _retire(self, visit: Visit) -> None:
-        progress = self.progress
-        reason = progress.visit_over or progress.run_over or ""
-        peak = peak_memory_bytes(self.context.device)
-        self._peak_bytes = max(self._peak_bytes, peak)
-        self._emit(VisitEnd(**self._position(visit).fields(), reason=reason, peak_memory_bytes=peak))
-        progress.visit, progress.visit_step, progress.visit_over = visit.index + 1, 0, None
-
-    def _finish(self) -> None:
-        """The last evaluation, checkpoint and record."""
-        progress = self.progress
-        progress.run_over = progress.run_over or f"{progress.sweep + 1} sweeps done"
-        if progress.evaluated != progress.step:
-            self._evaluate()
-        self._save()
-        self._emit(
-            RunEnd(
-                reason=progress.run_over,
-                steps=progress.step,
-                tokens=progress.tokens,
-                sweeps=progress.sweep + 1,
-                seconds=self._seconds(),
-                **progress.score,
-                optimizer_bytes=progress.optimizer_bytes,
-                flops=progress.flops,
-                peak_memory_bytes=max(self._peak_bytes, peak_memory_bytes(self.context.device)),
-            )
-        )
-
     # -- its parts ------------------------------------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
-        """Score the model as it is now, and log it."""
+    def _evaluate(self, block: int | None = None) -> None:
+        """Score the model as it is now, and log it. `block` is the index of the active one; None between visits."""
         progress, module = self.progress, self._prepared.module
         module.settle()
-        with self._advise(
-            f"while evaluating {self.context.config.evaluation.batch_rows} rows at a time (evaluation.batch_rows)"
-        ):
-            score, answers = evaluate(self.context, module.model)
+        rows = self.context.config.evaluation.batch_rows
+        with self._advise(f"while evaluating {rows} rows at a time (evaluation.batch_rows)"):
+            score, samples = evaluate(self.context, module.model, step=progress.step)
         progress.evaluated, progress.score = progress.step, score.to_event()
-        self._emit(
-            Evaluation(
-                step=progress.step,
-                tokens=progress.tokens,
-                seconds=self._seconds(),
-                visit=progress.visit,
-                block=module.active_block,
-                **progress.score,
-            )
-        )
-        for answer in answers:
-            self._emit(Sample(step=progress.step, **answer.to_event()))
+        place = {"step": progress.step, "tokens": progress.tokens, "visit": progress.visit, "block": block}
+        self._emit(Evaluation(**place, seconds=self._seconds(), **progress.score))
+        for sample in samples:
+            self._emit(sample)
 
     def _save(self) -> bool:
-        """Write a checkpoint; returns False where the module cannot be saved. Collective."""
-        source = self._prepared.module.checkpoint_source()
-        if source is None:
+        """Write a checkpoint; returns False where nothing can be saved. Collective."""
+        make_source = self._prepared.module.checkpoint_source
+        if make_source is None:
             return False
+        source = make_source()
         self._log.sync()
         self.progress.techniques, self.progress.seconds = self._prepared.techniques.state(), self._seconds()
-        header = CheckpointHeader(
-            progress=self.progress, log_bytes=self._log.length(), data=self.context.data.fingerprint
-        )
+        data = self.context.data.fingerprint
+        header = CheckpointHeader(progress=self.progress, log_bytes=self._log.length(), data=data)
         keep = self.context.config.checkpoint.keep
         write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
         return True
 
-    def _restore(self, name: str) -> None:
-        """Load a checkpoint into the context."""
-        path = self.folder.checkpoints / name
-        saved = load_checkpoint(path, self.context.partition, self.context.optimizer)
-        if saved.data != self.context.data.fingerprint:
-            raise CheckpointError(
-                f"the training data have changed since '{path}' was written, so the run cannot continue on them; "
-                "restore the data, or start a new run with another --out"
-            )
-        self.progress = replace(saved.progress, header=self.progress.header, micro_rows=self.progress.micro_rows)
-
     def _advise(self, doing: str):
-        """Inside, an allocation that fails is answered with advice; `doing` says what was going on."""
-        is_external = self._prepared.module.checkpoint_source() is None
+        """Inside, an allocation that fails is answered with advice; `doing` is the place, for the message."""
+        is_external = self._prepared.module.checkpoint_source is None
         return advise_when_out_of_memory(self.context, self._opening.memory, doing, is_external=is_external)
 
     def _seconds(self) -> float:
@@ -291,11 +267,9 @@ class Trainer:
             seconds=self._seconds(),
         )
 
-    def _emit(self, record: Record) -> None:
-        """Log a record and hand it to the listeners."""
-        self._log.append(record.to_event())
-        self._notify(record)
-
-    def _notify(self, record: Record) -> None:
+    def _emit(self, record: Record, *, is_logged: bool = True) -> None:
+        """Hand a record to the listeners, after it was logged (a resumed run does not log the same record twice)."""
+        if is_logged:
+            self._log.append(record.to_event())
         for listener in self.listeners:
             listener(record)

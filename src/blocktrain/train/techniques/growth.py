@@ -47,7 +47,7 @@ class Growth(Technique):
 
 
 def build(context: TrainingContext, opening: Opening, folder: Path) -> Growth | None:
-    """Only for a model whose layers begin as the identity."""
+    """None unless the model's layers begin as the identity."""
     return None if context.growth is None else Growth(context)
 
 
@@ -90,9 +90,9 @@ def _at(context: TrainingContext, visit: Visit) -> tuple[tuple[Layer, ...], tupl
 
 
 def _growing(context: TrainingContext) -> Iterator[tuple[Visit, tuple[Layer, ...], tuple[Layer, ...]]]:
-    """The visits that decide how the model grows, each with the layers that it is the first to reach, and those that
-    wait still: until none waits, or two sweeps are over. Every sweep visits the same blocks; in the second one they are
-    visited in the model as it then stays."""
+    """The visits that decide how the model grows, each with the layers that it is the first to reach and those that
+    still wait. They end when no layer waits, or after two sweeps: every sweep visits the same blocks, and from the
+    second one on the model stays as it is."""
     assert context.growth is not None
     waiting = context.growth.layers
     for visit in context.schedule.visits(context.partition):

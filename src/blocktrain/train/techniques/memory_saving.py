@@ -39,5 +39,5 @@ class MemorySaving(Technique):
 
 
 def build(context: TrainingContext, opening: Opening, folder: Path) -> MemorySaving:
-    """For every run; its context does nothing where nothing is asked for."""
+    """Every run has it; its context does nothing where nothing is configured."""
     return MemorySaving(context.partition, context.config.memory)

@@ -1,4 +1,4 @@
-"""What a context stores of its frozen prefix: which rows, computed by which weights, in which kind of cache.
+"""Which rows of its frozen prefix a context stores, which weights compute them, and which kind of cache keeps them.
 
 With sharded weights (FSDP2) layers run on all ranks together, and so do the forward passes of the cache.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +21,9 @@ from blocktrain.cache.slot_ledger import Fingerprints, Key
 from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.data.sampling import StepRows
-from blocktrain.parallel.fsdp import ShardedBoundaryRunner
 from blocktrain.runtime import to_device
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_sharded
-
-
-def boundary_runner(context: TrainingContext) -> BoundaryRunner:
-    """What runs parts of the context's model."""
-    return (ShardedBoundaryRunner if is_sharded(context.config, context.ranks) else BoundaryRunner)(
-        context.partition.chain
-    )
 
 
 def new_cache(
@@ -45,25 +38,15 @@ def new_cache(
     def make_store(name: str, num_slots: int, layout: RowLayout) -> Store:
         return STORES[place].make(folder / name, num_slots, layout, context.device)
 
-    if not is_sharded(context.config, ranks):
-        return PrefixCache(runner, num_slots=slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
-
     def all_gather(number: int) -> list[int]:
         return [int(value) for (value,) in ranks.all_gather([number])]
 
-    return CollectivePrefixCache(
-        runner,
-        all_gather=all_gather,
-        num_slots=slots,
-        encoding=encoding,
-        make_store=make_store,
-        boundaries=boundaries,
-    )
+    kind = partial(CollectivePrefixCache, all_gather=all_gather) if is_sharded(context.config, ranks) else PrefixCache
+    return kind(runner, num_slots=slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
 
 
 def fingerprints(context: TrainingContext, boundaries: Iterable[int]) -> Fingerprints:
-    """Hashes the weights below `boundaries` as they are now. Collective where weights are sharded: every rank must call
-    it."""
+    """Hashes the weights below `boundaries` as they are now. Collective where weights are sharded."""
     chain, ranks = context.partition.chain, context.ranks
     if not is_sharded(context.config, ranks):
         return Fingerprints(chain)
@@ -87,7 +70,7 @@ def fill_ahead(context: TrainingContext, cache: PrefixCache, visit: Visit) -> No
 
 
 def key_of(context: TrainingContext, visit: Visit) -> Key:
-    """What is in the slots: which rows, of which data, augmented how, computed by which code."""
+    """Identifies what the slots hold: which rows of which data, augmented how, computed by which code."""
     subset = context.rows.subset(visit=visit.index, sweep=visit.sweep)
     return {
         "rows": hashlib.sha256(context.rows.subset_indices(subset).tobytes()).hexdigest(),

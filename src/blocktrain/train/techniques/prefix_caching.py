@@ -29,21 +29,14 @@ from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import StorageError
-from blocktrain.parallel.ranks import Ranks
+from blocktrain.parallel.fsdp import ShardedBoundaryRunner
 from blocktrain.probe import Bandwidths, Medium, free_bytes, measure_bandwidths
 from blocktrain.records.run_records import CacheDecision, CacheUse, Opening, Record
 from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
-from blocktrain.train.context import TrainingContext, is_pipeline, pipeline_config
+from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, pipeline_config
 from blocktrain.train.technique import Batch, Position, Technique
-from blocktrain.train.techniques.prefix_cache_rows import (
-    boundary_runner,
-    fill_ahead,
-    fingerprints,
-    key_of,
-    new_cache,
-    sample,
-)
+from blocktrain.train.techniques.prefix_cache_rows import fill_ahead, fingerprints, key_of, new_cache, sample
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +57,8 @@ class PrefixCaching(Technique):
         self.broken: str | None = None  # why caching was given up for the rest of the run
         self._row_flops = [flops / context.geometry.rows_per_step for flops in forward_flops]  # of each layer
         self._forward = self._row_flops  # without the layers that the visit leaves out
-        self._runner = boundary_runner(context)
+        is_collective = is_sharded(context.config, context.ranks)
+        self._runner = (ShardedBoundaryRunner if is_collective else BoundaryRunner)(context.partition.chain)
         self._boundaries = {block.index: block.boundary for block in context.partition}
         self._cache: PrefixCache | None = None
         self._place = "host"  # a name in `STORES`
@@ -113,39 +107,41 @@ class PrefixCaching(Technique):
                 self._give_up(error)
                 choice["reason"], self._given_up = self.broken, None
         self.context.ranks.barrier()
-        place = self._place if self.is_active else None
+        place = None if self.active_cache is None else self._place
         self._decided = {"visit": visit.index, "place": place, "reason": choice["reason"]}
         return [CacheDecision(place=place, reason=str(choice["reason"]), level=boundary, **position.fields())]
 
     def around_batch(self, rows: StepRows, batch: Batch) -> AbstractContextManager[object]:
         """Inside, the model runs `batch` from the visit's boundary; as it is, where nothing is cached."""
-        if not self.is_active or self._cache is None:
+        cache = self.active_cache
+        if cache is None:
             return nullcontext()
         try:
-            hidden = self._cache.fetch(rows.slots, batch)
+            hidden = cache.fetch(rows.slots, batch)
         except StorageError as error:
             self._give_up(error)
             return nullcontext()
-        return self._runner.running(start=self._cache.boundary, hidden=hidden)
+        return self._runner.running(start=cache.boundary, hidden=hidden)
 
     def states(self, rows: StepRows, batch: Batch) -> Tensor:
         """Hidden states (B, ...) at the visit's boundary: stored ones, or computed where nothing is cached."""
-        if self.is_active and self._cache is not None:
+        if self.active_cache is not None:
             try:
-                return self._cache.fetch(rows.slots, batch)
+                return self.active_cache.fetch(rows.slots, batch)
             except StorageError as error:
                 self._give_up(error)
         return self._runner.states(batch, [self.boundary])[self.boundary]
 
     def prefetch(self, rows: StepRows) -> None:
         """Start reading what the next micro-batch will need."""
-        if self.is_active and self._cache is not None:
-            self._cache.prefetch(rows.slots)
+        if self.active_cache is not None:
+            self.active_cache.prefetch(rows.slots)
 
     @property
-    def is_active(self) -> bool:
-        """Whether this visit's steps run from stored hidden states."""
-        return self._choice is not None and self._choice.place is not None and self.broken is None
+    def active_cache(self) -> PrefixCache | None:
+        """The cache, where this visit's steps run from stored hidden states."""
+        is_used = self._choice is not None and self._choice.place is not None and self.broken is None
+        return self._cache if is_used else None
 
     def close_visit(self, position: Position) -> Sequence[Record]:
         """What the cache did in the visit, or why it was given up."""
@@ -170,23 +166,39 @@ class PrefixCaching(Technique):
 
     def _visit_flops_saved(self) -> int:
         """The prefix passes that this rank's steps did not run in the visit so far, less what was spent to fill."""
-        if not self.is_active or self._cache is None:
+        if self.active_cache is None:
             return self._saved_before_giving_up
-        seen = self._cache.statistics
+        seen = self.active_cache.statistics
         filled = sum(rows * self._flops(*run) for run, rows in seen.layers_run.items())
-        return round(seen.requested * self._flops(0, self._cache.boundary) - filled)
+        return round(seen.requested * self._flops(0, self.active_cache.boundary) - filled)
 
     def _use(self) -> dict[str, Any] | None:
         """What the caches of all ranks did in the visit so far, in all sessions of the run, as the fields of a
-        `CacheUse`; None where there was none. Collective."""
-        cache = self._cache if self.is_active else None
-        seen = CacheStatistics() if cache is None else cache.statistics
-        used = _sum_over_ranks(self.context.ranks, seen, saved=0 if cache is None else self._visit_flops_saved())
-        if cache is None:
+        `CacheUse`; None where there was none. Collective.
+
+        Counts are summed over the ranks and seconds averaged, because ranks wait side by side.
+        """
+        ranks = self.context.ranks
+        seen = CacheStatistics() if self.active_cache is None else self.active_cache.statistics
+        counts = {
+            "bytes": seen.bytes_stored,
+            "rows": seen.requested,
+            "hits": seen.hits,
+            "computed": seen.computed,
+            "stale": seen.stale,
+            "damaged": seen.damaged,
+            "flops_saved": 0 if self.active_cache is None else self._visit_flops_saved(),
+        }
+        seconds = {"fill_seconds": seen.fill_seconds, "wait_seconds": seen.wait_seconds}
+        sums = [sum(values) for values in zip(*ranks.all_gather([*counts.values(), *seconds.values()]), strict=True)]
+        if self.active_cache is None:
             return self._earlier
-        seconds = used["flops_saved"] / self._flops_per_second / self.context.ranks.size - used["wait_seconds"]
-        use = {"place": self._place, "dtype": self.context.config.prefix.dtype, **used}
-        use["seconds_saved"] = round(seconds, 4)
+        use: dict[str, Any] = {"place": self._place, "dtype": self.context.config.prefix.dtype}
+        use |= {name: int(value) for name, value in zip(counts, sums, strict=False)}
+        use |= {name: round(value / ranks.size, 4) for name, value in zip(seconds, sums[len(counts) :], strict=True)}
+        use["encoding_error"] = seen.encoding_error
+        computing = use["flops_saved"] / self._flops_per_second / ranks.size
+        use["seconds_saved"] = round(computing - use["wait_seconds"], 4)
         if self._earlier is not None:
             use |= {name: round(self._earlier[name] + use[name], 4) for name in _SUMS}
             use["encoding_error"] = max(self._earlier["encoding_error"], use["encoding_error"])
@@ -215,10 +227,18 @@ class PrefixCaching(Technique):
         micro_rows = self.context.micro_rows
         try:
             self._runner.check(sample(self.context, visit, 1), boundary)
-            seconds, states = _pass(self._runner, sample(self.context, visit, micro_rows), boundary)
+            batch = sample(self.context, visit, micro_rows)
+            seconds, states, device = float("inf"), None, next(iter(batch.values())).device
+            for _ in range(2):  # the better of two passes
+                synchronize(device)
+                start = time.perf_counter()
+                states = self._runner.states(batch, [boundary])[boundary]
+                synchronize(device)
+                seconds = min(seconds, time.perf_counter() - start)
         except BoundaryError as error:
             self._give_up(error)
             return
+        assert states is not None
         self._flops_per_second = max(1.0, micro_rows * self._flops(0, boundary) / seconds)
         self._row_bytes = slot_bytes(layout_of(Encoding(self.context.config.prefix.dtype).encode(states)))
 
@@ -297,7 +317,7 @@ class PrefixCaching(Technique):
         return needs
 
     def _uses(self, visit: Visit) -> float:
-        """How often a visit asks for each row."""
+        """How often the steps of a visit need each row."""
         geometry = self.context.geometry
         return (
             visit.duration.in_steps(geometry)
@@ -307,7 +327,7 @@ class PrefixCaching(Technique):
         )
 
     def _kept(self) -> list[int] | None:
-        """In descending order every boundary is kept, as none goes stale before its visit."""
+        """The boundaries that are kept. In descending order all are, because none goes stale before its visit."""
         if not self.context.schedule.keeps_boundaries():
             return None
         wanted = [boundary for boundary in self._boundaries.values() if boundary]
@@ -340,7 +360,7 @@ class PrefixCaching(Technique):
         return sum(self._forward[start:end])
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without a cache, and say so once."""
+        """Continue without a cache, and warn once."""
         self._saved_before_giving_up = self._visit_flops_saved()
         self.broken = self._given_up = f"given up: {error}"
         log.warning("training goes on without a prefix cache: %s", error)
@@ -358,40 +378,7 @@ def _refusal(context: TrainingContext) -> str | None:
     return None
 
 
-def _sum_over_ranks(ranks: Ranks, seen: CacheStatistics, *, saved: int) -> dict[str, Any]:
-    """The fields of a record over all ranks: counts are summed, seconds averaged, because ranks wait side by side."""
-    counts = {
-        "bytes": seen.bytes_stored,
-        "rows": seen.requested,
-        "hits": seen.hits,
-        "computed": seen.computed,
-        "stale": seen.stale,
-        "damaged": seen.damaged,
-        "flops_saved": saved,
-    }
-    seconds = {"fill_seconds": seen.fill_seconds, "wait_seconds": seen.wait_seconds}
-    sums = [sum(values) for values in zip(*ranks.all_gather([*counts.values(), *seconds.values()]), strict=True)]
-    return {
-        **{name: int(value) for name, value in zip(counts, sums, strict=False)},
-        **{name: round(value / ranks.size, 4) for name, value in zip(seconds, sums[len(counts) :], strict=True)},
-        "encoding_error": seen.encoding_error,
-    }
-
-
-def _pass(runner: BoundaryRunner, batch: Mapping[str, Tensor], boundary: int) -> tuple[float, Tensor]:
-    """Seconds of the prefix on a batch, the better of two passes, and the states at its end."""
-    device, best, states = next(iter(batch.values())).device, float("inf"), None
-    for _ in range(2):
-        synchronize(device)
-        start = time.perf_counter()
-        states = runner.states(batch, [boundary])[boundary]
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    assert states is not None
-    return best, states
-
-
 def build(context: TrainingContext, opening: Opening, folder: Path) -> PrefixCaching | None:
-    """For every run but a pipeline whose rows all begin at the inputs."""
+    """Every run has it, except a pipeline whose rows all begin at the inputs."""
     begins_at_inputs = is_pipeline(context.config, context.ranks) and pipeline_config(context.config).start == "inputs"
     return None if begins_at_inputs else PrefixCaching(context, folder, opening.costs.flops.forward_layers)
