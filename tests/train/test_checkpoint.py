@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,14 +238,53 @@ def test_a_file_system_without_hard_links_gets_copies(tiny, tmp_path: Path, monk
     load_checkpoint(save(context, tmp_path, 2), context.partition, context.optimizer)
 
 
-def test_changed_data_are_refused(tiny, tmp_path: Path) -> None:
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text(Path(json.decoder.__file__).read_text())
+    return path
+
+
+def test_changed_data_are_refused_unless_accepted(tiny, tmp_path: Path, corpus: Path, caplog) -> None:
     """Rows are numbers into the training set: of another set they would be other rows."""
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(Path(json.decoder.__file__).read_text())
-    config = tiny(f"text.source={corpus}")
-    run = bt.run(config, tmp_path / "run").path
-    corpus.write_text(Path(json.decoder.__file__).read_text() + "# one more line\n")
-    with pytest.raises(CheckpointError, match="the training data have changed since"):
+    run = bt.run(tiny(f"text.source={corpus}"), tmp_path / "run").path
+    corpus.write_text(corpus.read_text() + "# one more line\n")
+    with pytest.raises(CheckpointError, match=r"the training data have changed since .* --accept-changed-data"):
+        bt.resume(run)
+    bt.resume(run, accepts_changed_data=True)
+    assert "the training data have changed" in caplog.text
+
+
+def test_data_are_known_by_their_content(tiny, tmp_path: Path, corpus: Path, outcome) -> None:
+    """A resume used to refuse data whose time had changed, or that had been copied to another machine."""
+    run = bt.run(tiny(f"text.source={corpus}"), tmp_path / "run").path
+    shutil.rmtree(run / "checkpoints" / newest(run).name)  # so that there is something to do
+    os.utime(corpus, (1, 1))
+    bt.resume(run)
+    elsewhere = tmp_path / "elsewhere" / corpus.name
+    elsewhere.parent.mkdir()
+    shutil.move(corpus, elsewhere)
+    shutil.rmtree(run / "checkpoints" / newest(run).name)
+    bt.resume(run, [f"text.source={elsewhere}", f"text.cache={tmp_path / 'new cache'}"])
+    expected = bt.run(tiny(f"text.source={elsewhere}"), tmp_path / "never interrupted").path
+    assert outcome(run) == outcome(expected)
+    assert str(elsewhere) in (run / "run.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.lr", 1.0), ("seed", 7), ("schedule.order", "shuffled"), ("batch.rows", 2)]
+)
+def test_a_configuration_that_was_edited_by_hand_is_refused(tiny, tmp_path: Path, key: str, value: object) -> None:
+    """`run.json` used to be believed, so half of a run had another learning rate without a word."""
+    run = bt.run(tiny(), tmp_path / "run").path
+    contents = json.loads((run / "run.json").read_text())
+    *tables, name = key.split(".")
+    table = contents["config"]
+    for part in tables:
+        table = table[part]
+    table[name] = value
+    (run / "run.json").write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match=f"run.json' has another {key} than the newest checkpoint"):
         bt.resume(run)
 
 

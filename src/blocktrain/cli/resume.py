@@ -17,7 +17,12 @@ def resume(options: argparse.Namespace) -> int:
     quiet_libraries()
     config = RunFolder(options.run).config().resumed_with(options.overrides)
     with listening(config, options.run, options) as listeners:
-        folder = resume_run(options.run, options.overrides, listeners=listeners)
+        folder = resume_run(
+            options.run,
+            options.overrides,
+            listeners=listeners,
+            accepts_changed_data=options.accept_changed_data,
+        )
     show_end(folder, options)
     return 0
 
@@ -25,6 +30,11 @@ def resume(options: argparse.Namespace) -> int:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_run_folder(parser)
     add_overrides(parser, "continue with another device, precision, memory, distributed layout ...; may be repeated")
+    parser.add_argument(
+        "--accept-changed-data",
+        action="store_true",
+        help="continue even if the training data are not those of the newest checkpoint",
+    )
 
 
 RESUME = Command(

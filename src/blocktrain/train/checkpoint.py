@@ -58,7 +58,7 @@ class TrainerState:
     header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
 
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -70,6 +70,7 @@ class CheckpointHeader:
     progress: TrainerState
     log_bytes: int  # length of events.jsonl at that moment
     data: str  # fingerprint of the training rows
+    config: Mapping[str, Any] = field(default_factory=dict)  # the run's configuration
 
 
 def fingerprint(partition: Partition) -> str:
@@ -166,6 +167,7 @@ def save_checkpoint(
                 "progress": asdict(saved.progress),
                 "log_bytes": saved.log_bytes,
                 "data": saved.data,
+                "config": dict(saved.config),
                 "precision": trained.precision.name,
                 "optimizer": trained.progress(),
                 "files": _write_files(temporary, existing, partition, trained),
@@ -193,7 +195,12 @@ def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
     progress = manifest["progress"]
     if set(progress) != {item.name for item in fields(TrainerState)}:
         raise CheckpointError(f"the checkpoint's progress has fields {sorted(progress)}; it is of another version")
-    return CheckpointHeader(progress=TrainerState(**progress), log_bytes=manifest["log_bytes"], data=manifest["data"])
+    return CheckpointHeader(
+        progress=TrainerState(**progress),
+        log_bytes=manifest["log_bytes"],
+        data=manifest["data"],
+        config=manifest["config"],
+    )
 
 
 def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer) -> CheckpointHeader:

@@ -36,7 +36,8 @@ from blocktrain.train.config_tables import (
 )
 from blocktrain.train.toml_dataclasses import from_mapping, override, read_toml, to_mapping
 
-# What may change while a run goes on: keys and tables.
+# What may change while a run goes on: keys and tables; and where the data are, which are known by their content.
+DATA_PLACES = ("source", "validation", "cache")
 MOVABLE = ("device", "precision", "memory", "prefix", "distributed", "batch.micro_rows", "checkpoint", "tracking")
 EXTRA_TABLES: dict[str, type] = {}  # TOML tables of techniques that are registered from outside the package, by name
 
@@ -107,12 +108,18 @@ class RunConfig:
         learns from what. Raises `ConfigError` for any other key."""
         for text in overrides:
             key = text.partition("=")[0].strip()
-            if key not in MOVABLE and key.partition(".")[0] not in MOVABLE:
+            if not _is_movable(key):
+                known = [*MOVABLE, *(f"{self.data_kind.name}.{place}" for place in DATA_PLACES)]
                 raise ConfigError(
-                    f"'{key}' cannot be changed after a run has started; only these can: {', '.join(MOVABLE)}. "
+                    f"'{key}' cannot be changed after a run has started; only these can: {', '.join(known)}. "
                     "For anything else start a new run, with another --out"
                 )
         return self.from_mapping(override(self.to_mapping(), overrides)) if overrides else self
+
+    def changes_since(self, saved: Mapping[str, Any]) -> list[str]:
+        """Keys that have another value than in `saved` (as `to_mapping` gave it) and must not change on resume."""
+        before, now = _flat(self.from_mapping(saved).to_mapping()), _flat(self.to_mapping())
+        return [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not _is_movable(key)]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -204,6 +211,19 @@ def _refused_by_layout(config: RunConfig) -> str | None:
 
 def _value(config: RunConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
+
+
+def _is_movable(key: str) -> bool:
+    table, _, name = key.partition(".")
+    return key in MOVABLE or table in MOVABLE or (table in DATA_KINDS and name in DATA_PLACES)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 # Incompatible settings, checked in order. `register_technique` adds those of a technique from outside.

@@ -50,30 +50,49 @@ def _was_started(folder: RunFolder, config: RunConfig) -> bool:
     return False
 
 
-def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunFolder:
+def resume(
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    listeners: Sequence[Listener] = (),
+    accepts_changed_data: bool = False,
+) -> RunFolder:
     """Resume the run in `out` from its newest checkpoint, or from the start where it has none yet.
 
     overrides: `a.b=c` for settings that may change on resume (`RunConfig.resumed_with`).
     listeners: those of `run`.
+    accepts_changed_data: go on even if the data are not those that the run was trained on.
 
     The number of processes need not be that of before. Raises `CheckpointError` where the checkpoint is damaged or of
-    another model.
+    another model, or the data have changed.
     """
     folder = RunFolder(Path(out))
     config = folder.config().resumed_with(overrides)
     with open_ranks(config.device, timeout_seconds=config.distributed.timeout_seconds) as ranks:
-        return _resume(folder, ranks, listeners, overrides)
+        return _resume(folder, ranks, listeners, overrides, accepts_changed_data)
 
 
-def _resume(folder: RunFolder, ranks: Ranks, listeners: Sequence[Listener], overrides: Sequence[str] = ()) -> RunFolder:
+def _resume(
+    folder: RunFolder,
+    ranks: Ranks,
+    listeners: Sequence[Listener],
+    overrides: Sequence[str] = (),
+    accepts_changed_data: bool = False,
+) -> RunFolder:
     folder.require_resumable()
     method, config = folder.read()["method"], folder.config().resumed_with(overrides)
     with folder.lock() if ranks.is_rank0 else nullcontext():
-        _train(build(config, folder.path, ranks), folder, method, listeners)
+        _train(build(config, folder.path, ranks), folder, method, listeners, accepts_changed_data)
     return folder
 
 
-def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: Sequence[Listener]) -> None:
+def _train(
+    context: TrainingContext,
+    folder: RunFolder,
+    method: str,
+    listeners: Sequence[Listener],
+    accepts_changed_data: bool = False,
+) -> None:
     with stop_requests(second="is the same" if is_launched() else "stops") as stop:
         Trainer(
             context=context,
@@ -81,5 +100,6 @@ def _train(context: TrainingContext, folder: RunFolder, method: str, listeners: 
             setup=BLOCKS,
             method=method,
             listeners=listeners if context.ranks.is_rank0 else (),
+            accepts_changed_data=accepts_changed_data,
             stop=stop,
         ).run()

@@ -18,6 +18,7 @@ and never come back: a run resumes from its checkpoint alone.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ from blocktrain.train.step import StepResult, take_step
 from blocktrain.train.technique import Position
 from blocktrain.train.train_module import Prepared, Setup
 
+log = logging.getLogger(__name__)
+
 Listener = Callable[[Record], None]
 
 
@@ -50,6 +53,7 @@ class Trainer:
     setup: makes the opening records and the train module of the run's method.
     method: what the records call it.
     listeners: called with every record; rank 0 only.
+    accepts_changed_data: whether a run goes on where its data are not those that it was trained on.
     """
 
     context: TrainingContext
@@ -57,6 +61,7 @@ class Trainer:
     setup: Setup
     method: str = "bcd"
     listeners: Sequence[Listener] = ()
+    accepts_changed_data: bool = False
     stop: StopRequest = field(default_factory=StopRequest)
     progress: TrainerState = field(default_factory=TrainerState)
     _prepared: Prepared = field(init=False)
@@ -73,14 +78,11 @@ class Trainer:
         newest = ranks.rank0_broadcast(lambda: [path.name for path in checkpoints(self.folder.checkpoints)[-1:]])
         path = self.folder.checkpoints / newest[0] if newest else None
         saved = None if path is None else read_header(path)
+        if saved is not None:
+            self._require_unchanged(saved)
         is_moved = self._open(saved)
         if path is not None:
             saved = load_checkpoint(path, self.context.partition, self.context.optimizer)
-            if saved.data != self.context.data.fingerprint:
-                raise CheckpointError(
-                    f"the training data have changed since '{path}' was written, so the run cannot continue on them; "
-                    "restore the data, or start a new run with another --out"
-                )
             self.progress = replace(saved.progress, header=self.progress.header, micro_rows=self.progress.micro_rows)
         self._started = started - self.progress.seconds
         if ranks.is_rank0:
@@ -98,6 +100,23 @@ class Trainer:
                 self._train()
         finally:
             self._log.close()
+
+    def _require_unchanged(self, saved: CheckpointHeader) -> None:
+        """Raise `CheckpointError` where the configuration or the data are not those of the checkpoint."""
+        if changed := self.context.config.changes_since(saved.config):
+            raise CheckpointError(
+                f"'{self.folder.path / 'run.json'}' has another {', '.join(changed)} than the newest checkpoint; "
+                "restore it, or start a new run with another --out"
+            )
+        if saved.data == self.context.data.fingerprint:
+            return
+        if not self.accepts_changed_data:
+            raise CheckpointError(
+                f"the training data have changed since the newest checkpoint of '{self.folder.path}' was written; "
+                "restore them, continue on the data as they are with --accept-changed-data, or start a new run with "
+                "another --out"
+            )
+        log.warning("the training data have changed since the newest checkpoint; the run continues on them as they are")
 
     def _open(self, saved: CheckpointHeader | None) -> bool:
         """Count what a step costs, before any weight is loaded: the trial steps leave nothing behind. Returns whether
@@ -244,7 +263,8 @@ class Trainer:
         self._log.sync()
         self.progress.techniques, self.progress.seconds = self._prepared.techniques.state(), self._seconds()
         data = self.context.data.fingerprint
-        header = CheckpointHeader(progress=self.progress, log_bytes=self._log.length(), data=data)
+        config = self.context.config.to_mapping()
+        header = CheckpointHeader(progress=self.progress, log_bytes=self._log.length(), data=data, config=config)
         keep = self.context.config.checkpoint.keep
         write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
         return True
