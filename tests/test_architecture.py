@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "blocktrain"
 # The house plan: a module imports from its own folder and from levels above its own in this list, never across a level.
 LEVELS = [
     {"errors"},
-    {"units", "runtime", "dotted_path", "outputs"},
+    {"units", "runtime", "dotted_path", "outputs", "parse"},
     {"probe"},
     {"records", "modules", "reference", "testing"},
     {"memory"},

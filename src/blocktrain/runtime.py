@@ -195,7 +195,11 @@ def library_errors(what: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"{what}: {first_line(error)}") from error
+        if isinstance(error, TypeError | AttributeError | LookupError):  # the library did not expect such a value
+            words = f"a value in its files or settings is wrong ({type(error).__name__}: {first_line(error)})"
+        else:
+            words = first_line(error)
+        raise ConfigError(f"{what}: {words}") from error
 
 
 def available_memory_bytes() -> int:

@@ -194,7 +194,7 @@ def test_what_does_not_fit_names_the_part_and_a_change(capsys: pytest.CaptureFix
     ("changes", "message"),
     [
         ({"gpu": "rtx4009"}, "GPU 'rtx4009' is unknown; did you mean 'rtx4090'?"),
-        ({"gpus": "0"}, "--gpus must be at least 1, not 0"),
+        ({"gpus": "0"}, "--gpus must be a whole number from 1 to 1,000,000,000, not '0'"),
         ({"tokens": "10 bananas"}, "'10 bananas' is not a number of tokens"),
         ({"model": "lama-2-7b"}, "did you mean 'llama-2-7b'?"),
         ({"budget": "lots"}, "'lots' is not an amount of money"),

@@ -41,7 +41,7 @@ def test_an_alpaca_input_follows_the_instruction():
         ({"messages": []}, r"'messages' must be a list of messages, not list"),
         ({"messages": [{"from": "gpt", "value": "x"}]}, r"each message in 'messages' must have a role and a content"),
         ({"messages": TURNS[:1]}, r"no message is from the assistant.*\(roles: user\)"),
-        ({"prompt": "a", "completion": 3}, r"field 'completion' is int, not text"),
+        ({"prompt": "a", "completion": 3}, r"field 'completion' is a number, not text"),
     ],
 )
 def test_a_record_that_is_not_a_conversation_says_why(record, message: str):

@@ -69,9 +69,9 @@ def test_a_split_that_is_not_there(shared_data):
     ("line", "message"),
     [
         ('{"txt": "x"}', r"line 2 has no field 'text'; did you mean 'txt'\? \(text_field\)"),
-        ('{"text": 3}', r"line 2: field 'text' is int, not text"),
-        ('{"text": null}', r"line 2: field 'text' is NoneType, not text"),
-        ('["text"]', r"line 2 is a JSON list; each line must be an object with fields"),
+        ('{"text": 3}', r"line 2: field 'text' is a number, not text"),
+        ('{"text": null}', r"line 2: field 'text' is null, not text"),
+        ('["text"]', r"line 2 is a list; each line must be an object with fields"),
         ('{"text": ', r"line 2 is not JSON: Expecting value"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_wrong_column(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "year": [1900]}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows.parquet' has no column 'text'; known: body, year \(text_field\)"):
         list(read_documents(str(tmp_path / "rows.parquet")))
-    with pytest.raises(DataError, match=r"rows.parquet' row 0: field 'year' is int, not text"):
+    with pytest.raises(DataError, match=r"rows.parquet' row 0: field 'year' is a number, not text"):
         list(read_documents(str(tmp_path / "rows.parquet"), text_field="year"))
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from blocktrain.errors import storage_errors
+from blocktrain.outputs import write_output
 from blocktrain.plan.calibrate import measure
 from blocktrain.plan.hardware import calibration_file
 
@@ -17,9 +17,7 @@ def calibrate(options: argparse.Namespace) -> int:
     """Measure, store and print."""
     found = measure()
     path = calibration_file()
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    write_output(path, json.dumps(asdict(found), indent=1) + "\n")
     if options.json:
         print(json.dumps({**asdict(found), "stored": str(path)}, indent=1))
         return 0

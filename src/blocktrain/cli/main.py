@@ -55,7 +55,10 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     replace_what_cannot_be_encoded()
-    options = parser().parse_args(arguments)
+    try:
+        options = parser().parse_args(arguments)
+    except BlocktrainError as error:
+        return _show(error)
     if not options.trains:
         return _run(options)
     with lasting_display() as output:
@@ -74,19 +77,30 @@ def _run(options: argparse.Namespace) -> int:
     except BlocktrainError as error:
         if options.debug:
             raise
-        sys.stdout.flush()
-        label = "" if isinstance(error, Interrupted) else "error: "
-        rank = f"[{os.environ['RANK']}]" if "RANK" in os.environ else ""
-        print(f"blocktrain{rank}: {label}{error}", file=sys.stderr)
-        return error.exit_code
+        return _show(error)
+    except BrokenPipeError:  # the reader of our output has gone, as in `blocktrain ... | head`
+        sys.stderr.close()
+        return 0
+    except OSError as error:  # from a path that no code of ours has met with a message of its own
+        if options.debug:
+            raise
+        place = "" if error.filename is None else f"'{os.fspath(error.filename)}': "
+        print(f"blocktrain: error: {place}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         if options.debug:
             raise
         print("blocktrain: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as in `blocktrain ... | head`
-        sys.stderr.close()
-        return 0
+
+
+def _show(error: BlocktrainError) -> int:
+    """Print the message; returns the exit code."""
+    sys.stdout.flush()
+    label = "" if isinstance(error, Interrupted) else "error: "
+    rank = f"[{os.environ['RANK']}]" if "RANK" in os.environ else ""
+    print(f"blocktrain{rank}: {label}{error}", file=sys.stderr)
+    return error.exit_code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from blocktrain.cli.show_plan import as_json, show
-from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest, storage_errors
+from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest
+from blocktrain.outputs import write_output
 from blocktrain.plan.comparison import alternatives, nearest_change
 from blocktrain.plan.configure import HEAD, toml, train_config
 from blocktrain.plan.cost import BFMultiplier, find_multiplier
@@ -54,8 +55,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.html is not None:
         from blocktrain.report.planpage import plan_page
 
-        with storage_errors(options.html):
-            options.html.write_text(plan_page(outcome), encoding="utf-8")
+        write_output(options.html, plan_page(outcome))
     verified = None
     if options.verify and best is not None:
         from blocktrain.train.config import RunConfig
@@ -93,7 +93,10 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         price = hardware.price(options.gpu.lower(), options.provider)
     else:
         given = Origin(kind="given", source="--price", date="now")
-        price = Price(usd_per_hour=Dollars.parse(options.price).amount, provider="--price", origin=given)
+        usd_per_hour = Dollars.parse(options.price).amount
+        if usd_per_hour <= 0:
+            raise ConfigError(f"--price must be more than $0 for an hour, not '{options.price}'")
+        price = Price(usd_per_hour=usd_per_hour, provider="--price", origin=given)
     return Request(
         spec=spec,
         card=options.gpu.lower(),
@@ -151,7 +154,7 @@ def _methods(text: str) -> tuple[TrainingMethod, ...]:
 def _blocks(text: str, most: int) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or not 1 <= int(text) <= most:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise ConfigError(f"--blocks must be 'auto' or a number from 1 to {most} (the model's layers), not '{text}'")
     return int(text)
 
@@ -218,5 +221,4 @@ def _write_config(path: Path, request: Request, best: Candidate | None) -> None:
         peak=format_bytes(best.memory.peak),
         step=f"{best.step.seconds:.3g} s",
     )
-    with storage_errors(path):
-        path.write_text(toml(train_config(request, best), head), encoding="utf-8")
+    write_output(path, toml(train_config(request, best), head))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from blocktrain.parse import number_between
+
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add what to train, on what, and what to leave to the planner."""
@@ -14,7 +16,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, default=default, metavar=metavar, help=words + more)
 
     def number(flag: str, default: int, words: str) -> None:
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{words} (default: %(default)s)")
+        more = " (default: %(default)s)"
+        parser.add_argument(
+            flag, type=number_between(flag, int, 1, 10**9), default=default, metavar="N", help=words + more
+        )
 
     def choice(flag: str, default: str, others: str, words: str) -> None:
         choices = (default, *others.split())
@@ -36,7 +41,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     text("--blocks", "auto", "how many blocks, or auto", "M")
     choice("--pieces", "layers", "modules", "what blocks are made of")
     parser.add_argument(
-        "--largest", type=int, metavar="N", help="instead of --blocks: the most parameters that a block may have"
+        "--largest",
+        type=number_between("--largest", int, 1, 10**15),
+        metavar="N",
+        help="instead of --blocks: the most parameters that a block may have",
     )
     text("--precision", "auto", "auto, fp32, bf16-exact, int8, nf4 or bf16", "P")
     choice("--moments", "auto", "fp32 8bit", "precision of AdamW's moments")
@@ -57,8 +65,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     text("--price", None, "price of a card for an hour, instead of a provider's", "USD")
     text("--provider", None, "whose prices to use: wuwen, autodl, parallel, anygpu, galaxy or hengyuan", "NAME")
     file("--hardware", "further cards, links and prices, in the form of hardware.toml")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="host memory for each card")
-    parser.add_argument("--disk", type=float, metavar="GIB", help="disk space in each node")
+    for flag, words in (("--host-memory", "host memory for each card"), ("--disk", "disk space in each node")):
+        parser.add_argument(flag, type=number_between(flag, float, 0.001, 10**9), metavar="GIB", help=words)
     file("--out", "write the best layout as a configuration for 'train'")
     file("--html", "write the plan as a page with charts")
     parser.add_argument(

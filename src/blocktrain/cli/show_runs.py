@@ -14,6 +14,7 @@ from rich.console import Console
 
 from blocktrain.compare.compare import Trial
 from blocktrain.errors import ConfigError
+from blocktrain.outputs import write_output
 from blocktrain.plan.hardware import load_hardware
 from blocktrain.report.comparison_table import comparison_rows, comparison_table
 from blocktrain.report.in_words import in_words
@@ -84,7 +85,7 @@ def show_comparison(
         "trials": [asdict(trial) for trial in trials],
         "card": card,
     }
-    page.with_name("comparison_rows.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_output(page.with_name("comparison_rows.json"), json.dumps(figures, indent=1) + "\n")
     if as_json:
         write_report(folders, page)
         print(json.dumps({**figures_of(runs, page), **figures}, indent=1))

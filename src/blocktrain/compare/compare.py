@@ -19,7 +19,8 @@ from typing import Literal
 
 from blocktrain.compare.external_setup import is_finished, train_external
 from blocktrain.compare.methods import Method, method
-from blocktrain.errors import ConfigError, NonFiniteError, storage_errors
+from blocktrain.errors import ConfigError, NonFiniteError
+from blocktrain.outputs import write_output
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.records.log import read_events
 from blocktrain.runtime import pick_device
@@ -117,8 +118,7 @@ def compare(
             trials += mine
             folders.append(RunFolder(out / best.folder))
         if ranks.is_rank0:
-            with storage_errors(out):
-                (out / "trials.json").write_text(json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
+            write_output(out / "trials.json", json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
     return Comparison(trials=tuple(trials), folders=tuple(folders))
 
 

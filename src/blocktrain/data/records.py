@@ -22,6 +22,7 @@ import pyarrow as pa
 from blocktrain.data.document import Document
 from blocktrain.data.files import SourceFile
 from blocktrain.errors import DataError, first_line, nearest
+from blocktrain.parse import json_kind, parse_json
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -140,7 +141,7 @@ def decode(data: bytes, place: str) -> str:
 def require_text(value: object, field: str, place: str) -> str:
     """`value` if it is text; raises `DataError` for null, numbers and lists."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: field '{field}' is {type(value).__name__}, not text")
+        raise DataError(f"{place}: field '{field}' is {json_kind(value)}, not text")
     return value
 
 
@@ -149,10 +150,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
         case ".jsonl":
             yield from _json_lines(path)
         case ".json":
-            try:
-                records = json.loads(decode(path.read_bytes(), f"'{path}'"))
-            except ValueError as error:
-                raise DataError(f"'{path}' is not JSON: {error}") from error
+            records = parse_json(decode(path.read_bytes(), f"'{path}'"), f"'{path}'")
             if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
                 raise DataError(
                     f"'{path}' must be one JSON list of objects; one object per line belongs in a .jsonl file"
@@ -172,12 +170,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
             if not line.strip():
                 continue
             place = f"'{path}' line {row + 1}"
-            try:
-                record = json.loads(decode(line, place))
-            except ValueError as error:
-                raise DataError(f"{place} is not JSON: {error}") from error
+            record = parse_json(decode(line, place), place)
             if not isinstance(record, dict):
-                raise DataError(f"{place} is a JSON {type(record).__name__}; each line must be an object with fields")
+                raise DataError(f"{place} is {json_kind(record)}; each line must be an object with fields")
             yield row, record
 
 

@@ -71,4 +71,9 @@ def _typed(hint: Any, value: Any) -> Any:
         return {str(key): _typed(arguments[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast(type, hint), value)
-    return value if hint is Any else hint(value)
+    if hint is Any:
+        return value
+    try:
+        return hint(value)
+    except OverflowError as error:
+        raise ValueError(f"{value} is no {hint.__name__}") from error

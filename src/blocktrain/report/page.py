@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 
-from blocktrain.errors import DataError, storage_errors
+from blocktrain.errors import DataError
+from blocktrain.outputs import write_output
 from blocktrain.report import comparison
 from blocktrain.report.format import plural
 from blocktrain.report.in_words import in_words
@@ -125,18 +125,11 @@ def document(title: str, header: str, body: str, footer: str, colours: int) -> s
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Write the report of one run folder, or the comparison of several, to the HTML file `out`; returns `out`.
 
-    A reader never sees half a page, since it is written under another name and then moved into place. Raises
-    `DataError` for a folder without a readable log, and `StorageError` where `out` cannot be written.
+    A reader never sees half a page, see `write_output`. Raises `DataError` for a folder without a readable log, and
+    `StorageError` where `out` cannot be written.
     """
     if not folders:
         raise DataError("a report needs the folder of at least one run")
     text = page([RunRecord.load(folder) for folder in folders])
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    with storage_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, out)
-        finally:
-            part.unlink(missing_ok=True)
+    write_output(out, text)
     return out

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
+from blocktrain.parse import parse_json
 from blocktrain.train.config import RunConfig
 
 
@@ -72,15 +73,17 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         """The contents of `run.json`; raises `ConfigError` where there is none."""
+        path = self.path / "run.json"
         try:
-            contents = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            if not {"config", "method", "sessions"} <= contents.keys():
-                raise ValueError("it lacks a configuration, a method or its sessions")
-            return contents
+            contents = parse_json(path.read_bytes(), f"'{path}'", ConfigError)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"'{self.path}' is not the folder of a run: it has no run.json") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"'{self.path / 'run.json'}' cannot be read: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from None
+        needed = {"config": dict, "method": str, "sessions": list}
+        if not isinstance(contents, dict) or not all(isinstance(contents.get(key), needed[key]) for key in needed):
+            raise ConfigError(f"'{path}' is damaged: it lacks the configuration, the method or the sessions of a run")
+        return contents
 
     def require_resumable(self) -> None:
         """Raises `CheckpointError` for a run that another package's method trained."""

@@ -1,0 +1,65 @@
+"""Reading JSON and numbers that others wrote: what is wrong with them becomes one message."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from blocktrain.errors import BlocktrainError, ConfigError, DataError
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+def parse_json(text: str | bytes, place: str, error: type[BlocktrainError] = DataError) -> Any:
+    """The value of a JSON text; raises `error`, whose message begins with `place`, where it is none.
+
+    >>> parse_json("[1, 2", "line 3")
+    Traceback (most recent call last):
+    ...
+    blocktrain.errors.DataError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise error(f"{place} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as cause:  # also a number of thousands of digits, and bytes that are not UTF-8
+        raise error(f"{place} is not JSON: {cause}") from None
+
+
+def json_kind(value: object) -> str:
+    """What a JSON value is, in JSON's own words.
+
+    >>> [json_kind(value) for value in (None, {}, [], "x", True, 1, 0.5)]
+    ['null', 'an object', 'a list', 'text', 'true', 'a number', 'a number']
+    """
+    match value:
+        case None:
+            return "null"
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+        case str():
+            return "text"
+        case bool():
+            return str(value).lower()
+        case _:
+            return "a number"
+
+
+def number_between(name: str, kind: type[NumberT], low: NumberT, high: NumberT) -> Callable[[str], NumberT]:
+    """A type for the option `name` of `argparse`: a number of `kind` from `low` to `high`; else a `ConfigError`."""
+    what = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> NumberT:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(low - 1)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ConfigError(f"{name} must be {what} from {low:,} to {high:,}, not '{text[:40]}'")
+        return value
+
+    return parse
