@@ -21,11 +21,23 @@ import torch.distributed as dist
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
 from blocktrain.records.log import Event, read_events
-from blocktrain.records.run_records import MemoryPeaks, PeakMemory, Record, Step, StepCosts, StepFlops, StepMemory
+from blocktrain.records.run_records import (
+    GrowingStep,
+    MemoryPeaks,
+    Opening,
+    PeakMemory,
+    Record,
+    RunHeader,
+    Step,
+    StepCosts,
+    StepFlops,
+    StepMemory,
+)
 from blocktrain.testing import run_distributed
-from blocktrain.train import step_costs
+from blocktrain.train.blocks_train_module import BlocksSetup
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.techniques.growth import growing_visits
 
 LLAMA = {
     "num_hidden_layers": 4,
@@ -55,22 +67,27 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def count_nothing(context: TrainingContext) -> StepCosts:
-    """In place of the FLOP counter, which takes longer than these runs."""
+def uncounted(
+    _setup: BlocksSetup, context: TrainingContext, header: RunHeader, _micro_rows: int | None = None
+) -> Opening:
+    """Opening records with made-up costs: counting FLOPs and memory takes longer than these runs."""
     blocks = tuple(10 + block.index for block in context.partition)
     layers = tuple(1 for _ in context.partition.chain.layers)
     flops = StepFlops(full=30, blocks=blocks, theory_full=30, theory_blocks=blocks, forward_layers=layers)
-    return StepCosts(flops=flops, memory=StepMemory(full={}, blocks=()))
-
-
-def track_nothing(context: TrainingContext) -> MemoryPeaks:
-    """In place of the memory tracker, likewise."""
-    return MemoryPeaks(full=PeakMemory(parts={}), blocks=tuple(PeakMemory(parts={}) for _ in context.partition))
+    growing = tuple(
+        GrowingStep(block=visit.block.index, left_out=len(left_out), flops=5)
+        for visit, left_out in growing_visits(context)
+    )
+    return Opening(
+        header=header,
+        costs=StepCosts(flops=flops, memory=StepMemory(full={}, blocks=()), growing=growing),
+        memory=MemoryPeaks(full=PeakMemory(parts={}), blocks=tuple(PeakMemory(parts={}) for _ in context.partition)),
+    )
 
 
 def count_nothing_here() -> None:
-    """For this process, from now on."""
-    step_costs._costs, step_costs._memory_peaks = count_nothing, track_nothing
+    """Runs of this process open with made-up costs from now on; it is one of a test's own processes."""
+    BlocksSetup.opening = uncounted
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:
