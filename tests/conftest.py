@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported,
 import torch
 
 from blocktrain.records.log import read_events
+from blocktrain.train.blocks_train_module import BlocksSetup
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
 from blocktrain.train.toml_dataclasses import override
@@ -24,19 +25,21 @@ MOST_PROCESSES = 8  # each imports PyTorch and transformers
 # The files that take longest, the longest first: begun last, one of them would keep a single process busy at the end.
 LONG_FILES = [
     "train/test_distributed.py",
-    "train/test_resume.py",
-    "golden/test_golden.py",
-    "train/test_prefix_runner.py",
     "train/test_growth.py",
-    "cli/test_main.py",
-    "train/test_checkpoint.py",
+    "train/test_prefix_caching.py",
     "optim/test_block_optimizer.py",
-    "test_bugs.py",
-    "integrations/test_hf.py",
+    "cli/test_main.py",
     "plan/test_memory.py",
-    "train/test_auto_micro_batch.py",
+    "optim/test_step_in_backward.py",
+    "integrations/test_hf.py",
+    "train/test_checkpoint.py",
+    "test_bugs.py",
+    "train/test_chat_and_labelled.py",
+    "train/test_resume.py",
+    "test_models.py",
     "compare/test_compare.py",
-    "train/test_build_task.py",
+    "train/test_trainer.py",
+    "cli/test_plan.py",
 ]
 
 MakeConfig = Callable[..., RunConfig]
@@ -53,8 +56,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others in their order."""
+    """Long files first, the others in their order; raises `UsageError` where a long file is not there any more."""
     place = {REPOSITORY / "tests" / name: at for at, name in enumerate(LONG_FILES)}
+    if gone := [str(path.relative_to(REPOSITORY)) for path in place if not path.is_file()]:
+        raise pytest.UsageError(f"LONG_FILES of tests/conftest.py names files that do not exist: {', '.join(gone)}")
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
@@ -65,6 +70,14 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data not found at {folder}; set BLOCKTRAIN_TEST_DATA")
     return folder
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this test open with made-up costs, which it does not look at: counting takes longer than they do."""
+    from .train.test_distributed import made_up_opening
+
+    monkeypatch.setattr(BlocksSetup, "opening", made_up_opening)
 
 
 @pytest.fixture(autouse=True)

@@ -32,31 +32,21 @@ from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.memory.flops import count_flops
 from blocktrain.optim.factory import nothing
 from blocktrain.optim.precision import join, upper_half
-from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import Record, Step, VisitStart
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint
 from blocktrain.train.context import build
 
+from . import tiny_models
+from .run_events import events_of
+from .tiny_models import LLAMA_SIZES, checkpoint_activations, llama
+
 TOKENS = torch.arange(32).reshape(2, 16) % 61
 UNEQUAL = [["embedding"], ["transformer.h.0"], ["transformer.h.[1-3]", "head"]]
-LLAMA_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
 
 
 def gpt2(layers: int = 4, **settings: Any) -> nn.Module:
-    settings |= {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=layers, **settings))
-
-
-def llama() -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=4, **LLAMA_SIZES))
+    """Without dropout."""
+    return tiny_models.gpt2(layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
 
 
 def mixtral() -> nn.Module:
@@ -89,10 +79,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def trainable(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def events_of(run: Path, kind: str) -> list[Event]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +205,6 @@ def test_weight_decay_has_the_given_value_and_leaves_out_norms(make, weight_deca
 
 
 # -- 4: activation checkpointing --------------------------------------------------------------------------------------
-
-
-def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
-    """`gradient_checkpointing_enable`, or its new name since about transformers 5.20."""
-    keywords = {"use_reentrant": reentrant}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(keywords)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -538,6 +515,7 @@ def test_weight_decay_of_an_optimizer_without_it_is_refused(tiny, tmp_path: Path
         build(tiny("optimizer.name=Rprop"), tmp_path)
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_accumulation_does_not_advance_the_schedule(tiny, finished: Path, tmp_path: Path):
     """HiFT moved on to the next group of layers with every micro-batch; layer-wise GaLore forbade accumulation."""
     bt.run(tiny("batch.micro_rows=1"), tmp_path / "parts")

@@ -1,6 +1,6 @@
 """The matrix of models: what of this package works with which architecture, found by running it.
 
-    python tests/test_models.py        writes docs/models.md anew from the same checks
+    python -m tests.test_models        writes docs/models.md from the same checks
 
 Tiny random configurations, tied and untied heads. For each of them
 
@@ -32,6 +32,8 @@ from blocktrain import reference
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.optim.factory import nothing
 
+from .tiny_models import DEEPSEEK
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CHECKS = ("partition", "cache", "reference", "export", "packed")
 
@@ -41,18 +43,6 @@ PLAIN: dict[str, Any] = TEXT | TOKENS
 GATED: dict[str, Any] = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
 HEADS = GATED | {"head_dim": 8}
 EXPERTS = GATED | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-DEEPSEEK = EXPERTS | {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 OPT = PLAIN | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
 IMAGE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -81,7 +71,7 @@ DECODERS: dict[str, Callable[..., Any]] = {
         **GATED, num_local_experts=4, output_router_logits=True, **tie
     ),
     "Qwen2-MoE": lambda **tie: hf.Qwen2MoeConfig(**EXPERTS, num_experts=4, **tie),
-    "DeepSeek-V3": lambda **tie: hf.DeepseekV3Config(**DEEPSEEK, **tie),
+    "DeepSeek-V3": lambda **tie: hf.DeepseekV3Config(**EXPERTS | DEEPSEEK, **tie),
 }
 BERT = hf.BertConfig(**TEXT, intermediate_size=48, pad_token_id=2)
 VIT = hf.ViTConfig(**IMAGE, image_size=8, patch_size=4)
@@ -298,7 +288,7 @@ def page() -> str:
 HEAD = """\
 # Models
 
-{passing} of {lines} lines pass every check that applies to them. Written by `python tests/test_models.py` from the
+{passing} of {lines} lines pass every check that applies to them. Written by `python -m tests.test_models` from the
 checks that `pytest tests/test_models.py` runs, on tiny random configurations of `transformers`, in fp32 on a CPU; a
 test fails when this page is out of date.
 
@@ -323,7 +313,7 @@ def test_a_model_passes_its_checks(line: str) -> None:
 
 
 def test_the_page_is_what_the_checks_found() -> None:
-    assert PAGE.read_text() == page(), "docs/models.md is out of date: python tests/test_models.py"
+    assert PAGE.read_text() == page(), "docs/models.md is out of date: python -m tests.test_models"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Each configuration is a model that is never allocated, cut into blocks and train
 `blocktrain.train.predict_memory` tells the worst moment of each visit, by part. A row is stored when it is done, and a
 configuration that has one is not measured again unless told to.
 
-What is measured is a GPU beside its host, on tensors of a CPU, where both are one memory. So here a copy to the device
-is a copy (`two_memories`), and what rests on the host is known by its label.
+A GPU beside its host is measured on tensors of a CPU, where device and host are one memory. So weights that come from
+the host are copied (`AlwaysCopying`), as on a GPU, and what stays on the host is known by its label.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +30,7 @@ from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.tracker import Peak
 from blocktrain.optim.factory import meta_scalars_read_as_one
 from blocktrain.optim.precision import Moments, preset
-from blocktrain.runtime import SideStream, environment, pick_device, source_commit
+from blocktrain.runtime import AlwaysCopying, environment, pick_device, source_commit
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.predict_memory import StepShape, peaks_of_all
 from blocktrain.train.techniques.memory_saving import saving_memory
@@ -146,20 +145,6 @@ CONFIGURATIONS = (
 )
 
 
-@contextmanager
-def two_memories() -> Iterator[None]:
-    """Inside, what the side stream brings to the device is a copy there, although device and host are one."""
-
-    def copied(self: SideStream, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    at_once, SideStream.to_device = SideStream.to_device, copied
-    try:
-        yield
-    finally:
-        SideStream.to_device = at_once
-
-
 def without_memory(model: str, precision: str) -> FakeCopy:
     """The model's shapes, as fake tensors of the CPU, stored as checkpoints are: in bf16, for the paper in fp32."""
     with torch.device("meta"):
@@ -177,13 +162,13 @@ def peaks_of(configuration: Configuration, fake: FakeCopy) -> tuple[bt.Partition
         inputs=[tokens],
         saving=lambda copy: saving_memory(copy, configuration.memory),
     )
-    with fake.running(), meta_scalars_read_as_one(), two_memories():
+    with fake.running(), meta_scalars_read_as_one():
         optimizer = bt.BlockOptimizer(
             partition,
             getattr(torch.optim, configuration.optimizer),
             lr=1e-4,
             precision=replace(preset(configuration.precision), moments=configuration.moments),
-            frozen=bt.OnHost() if configuration.memory.frozen == "host" else bt.OnDevice(),
+            frozen=bt.OnHost(side_stream=AlwaysCopying) if configuration.memory.frozen == "host" else bt.OnDevice(),
             **configuration.options,
         )
         return partition, peaks_of_all(optimizer, step, blocks=partition)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,8 @@ from blocktrain.chain.cost import layer_costs
 from blocktrain.chain.freezing import activate
 from blocktrain.memory.flops import count_flops
 
-ARCHITECTURES = runpy.run_path(str(Path(__file__).with_name("test_huggingface.py")))
+from .test_huggingface import MATRIX, build
+
 Batch = dict[str, Any]
 
 
@@ -74,11 +73,11 @@ def tuples() -> Partition:
 
 
 def decoder(name: str, *, tied: bool = True) -> Partition:
-    return bt.partition(ARCHITECTURES["build"](name, tied=tied), num_blocks=3)
+    return bt.partition(build(name, tied=tied), num_blocks=3)
 
 
 MODELS: dict[str, tuple[Callable[[], Partition], Callable[[], Batch]]] = {
-    **{name: (partial(decoder, name), tokens) for name in ARCHITECTURES["MATRIX"]},
+    **{name: (partial(decoder, name), tokens) for name in MATRIX},
     "gpt2 untied": (partial(decoder, "gpt2", tied=False), tokens),
     "llama untied": (partial(decoder, "llama", tied=False), tokens),
     "llama with padding": (
@@ -313,7 +312,7 @@ def test_a_module_on_both_sides_of_the_boundary_is_refused():
 def test_a_loss_over_the_routers_of_all_layers_is_refused():
     """With `output_router_logits` the logits are the same from a boundary and the loss nearly so, but it balances the
     routers above the boundary alone: the gradients of those are twice and thrice what they should be."""
-    kind, settings, *_ = ARCHITECTURES["MATRIX"]["mixtral"]
+    kind, settings, *_ = MATRIX["mixtral"]
     config = kind(**settings, output_router_logits=True, router_aux_loss_coef=1.0)
     parts = bt.partition(hf.MixtralForCausalLM(config), num_blocks=3)
     with pytest.raises(

@@ -19,33 +19,10 @@ from blocktrain.chain.freezing import activate, release
 from blocktrain.memory.flops import StepCounter, saved_bytes
 from blocktrain.modules.wrap import wrap_forward
 
+from ..tiny_models import LLAMA_SIZES, gpt2, llama
+
 TOKENS = torch.arange(32).reshape(2, 16) % 61
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
-
-
-def gpt2(**settings: Any) -> Any:
-    """With dropout, in both of its forms: in modules and inside the attention kernel."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": 16,
-        "n_embd": 16,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, **sizes, **settings))
-
-
-def llama() -> Any:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+SIZES: dict[str, Any] = LLAMA_SIZES | {"num_hidden_layers": 4}
 
 
 def qwen_moe() -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
@@ -16,33 +14,9 @@ from blocktrain.chain.partition import partition
 from blocktrain.modules.recompute import Recomputed
 from blocktrain.modules.wrap import wrappers_of
 
+from ..tiny_models import checkpoint_activations, gpt2, llama
+
 TOKENS = torch.arange(32).reshape(2, 16) % 64
-
-
-def gpt2(layers: int = 4, **settings: Any) -> nn.Module:
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": 16,
-        "n_embd": 16,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=layers, **sizes, **settings))
-
-
-def llama() -> nn.Module:
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=4, max_position_embeddings=16, **sizes))
-
-
-def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
-    """What `gradient_checkpointing_enable` does; its name since transformers 5.20 or so is the other one."""
-    keywords = {"use_reentrant": reentrant}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(keywords)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -215,7 +189,7 @@ def test_hugging_faces_checkpointing_is_taken_over_and_handed_back():
 
     theirs, ours = switched_on(), [layer.name for layer in parts.chain.layers[1:-1]]
     assert set(ours) < theirs
-    for block in (parts[0], parts[2], parts[2]):  # also activated anew without having been released
+    for block in (parts[0], parts[2], parts[2]):  # also activated again without having been released
         activate(parts, block)
         assert switched_on() == set()
         assert recomputed() == ours

@@ -12,6 +12,8 @@ from torch import nn
 from blocktrain.chain.discovery import find_chain
 from blocktrain.errors import PartitionError
 
+from ..tiny_models import DEEPSEEK
+
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -23,19 +25,6 @@ COMMON: dict[str, Any] = {
 }
 LLAMA: dict[str, Any] = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {**LLAMA, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-DEEPSEEK: dict[str, Any] = {
-    **EXPERTS,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 OPT: dict[str, Any] = {**COMMON, "ffn_dim": 48, "max_position_embeddings": 64}
 
 # Architecture -> configuration class and settings, dotted path of the list of layers, modules of embedding and head.
@@ -75,7 +64,7 @@ MATRIX: dict[str, tuple[type[Any], dict[str, Any], str, list[str], list[str]]] =
     "olmo2": (hf.Olmo2Config, LLAMA, "model.layers", ["embed_tokens"], ["norm"]),
     "mixtral": (hf.MixtralConfig, LLAMA | {"num_local_experts": 4}, "model.layers", ["embed_tokens"], ["norm"]),
     "qwen2_moe": (hf.Qwen2MoeConfig, EXPERTS | {"num_experts": 4}, "model.layers", ["embed_tokens"], ["norm"]),
-    "deepseek_v3": (hf.DeepseekV3Config, DEEPSEEK, "model.layers", ["embed_tokens"], ["norm"]),
+    "deepseek_v3": (hf.DeepseekV3Config, EXPERTS | DEEPSEEK, "model.layers", ["embed_tokens"], ["norm"]),
 }
 
 

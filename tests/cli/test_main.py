@@ -93,7 +93,7 @@ def test_compare_trains_both_on_the_same_tokens(config_file: Path, tmp_path: Pat
     assert full["blocks"] == 1
     assert bcd["blocks"] == 3
     assert (out / "report.html").is_file()
-    assert main(["compare", str(config_file), "--out", str(out)]) == 0  # again: nothing is trained anew
+    assert main(["compare", str(config_file), "--out", str(out)]) == 0  # nothing is trained again
     assert "B-F multiplier" in capsys.readouterr().out
 
 
@@ -103,7 +103,7 @@ def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "blocktrain", "train", str(config_file), "--out", str(run)),
-            *("--set", "schedule.visit=100000 steps"),
+            *("--set", "schedule.visit=100000 steps", "--set", "blocks.count=1", "--set", "model.config.n_layer=1"),
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -271,7 +271,7 @@ def test_the_command_line_refuses_what_is_not_a_number(tmp_path: Path, capsys: p
     assert "such as 0.5,1,2" in capsys.readouterr().err
 
 
-def test_an_interrupted_peer_begins_anew(tiny: MakeConfig, tmp_path: Path) -> None:
+def test_an_interrupted_peer_starts_again(tiny: MakeConfig, tmp_path: Path) -> None:
     compare(tiny(*PLAIN), ["lisa"], tmp_path)
     log = tmp_path / "lisa" / "events.jsonl"
     whole = [{k: v for k, v in event.items() if k not in TIMED} for event in read_events(log)]

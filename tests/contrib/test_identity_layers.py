@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +13,8 @@ from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.errors import ConfigError
 from blocktrain.memory.flops import count_flops
 
-ARCHITECTURES = runpy.run_path(str(Path(__file__).parents[1] / "chain" / "test_huggingface.py"))
+from ..chain.test_huggingface import build
+
 DENSE = [
     "gpt2",
     "gpt_neox",
@@ -34,7 +32,7 @@ DENSE = [
 
 
 def find_chain(name: str) -> Chain:
-    return bt.partition(ARCHITECTURES["build"](name, tied=True), num_blocks=3).chain
+    return bt.partition(build(name, tied=True), num_blocks=3).chain
 
 
 def tokens() -> dict[str, Tensor]:

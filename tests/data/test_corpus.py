@@ -117,7 +117,10 @@ def test_a_source_that_does_not_exist(tmp_path, monkeypatch, source):
         read_documents(source)
 
 
-def test_a_hub_data_set_that_cannot_be_reached(tmp_path):
+def test_a_hub_data_set_that_cannot_be_reached(tmp_path, monkeypatch):
+    """Offline, whether this machine is or not: without a network its client tries again for half a minute."""
+    for package in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{package}.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"'owner/name:config' is not a file or folder \(seen from .*cannot be read as"):
         _ = open_corpus("owner/name:config", cache=tmp_path).splits
 

@@ -27,7 +27,7 @@ from runs import CRASHED, RUNS, SIGNALLED, file_of, write_data
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"  # where the rivals' adapters are
 
-# Of PyTorch, MKL and oneDNN the kernels that every x86 processor has; one thread, so that sums have one order.
+# Kernels of PyTorch, MKL and oneDNN that every x86 processor has; one thread, so that sums have one order.
 PINNED = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",

@@ -1,6 +1,6 @@
-"""Records runs anew: `python tests/golden/record.py [NAME...]`, all of them where none is named.
+"""Records runs again: `python tests/golden/record.py [NAME...]`, all of them where none is named.
 
-WARNING: a recording is what the package did before a change. Record anew only where a change of behaviour is intended
+WARNING: a recording is what the package did before a change. Record again only where a change of behaviour is intended
 and named in CHANGELOG.md, and then the runs that it concerns alone: `git diff` must show nothing that it does not
 explain. A refactoring never needs it. It is done on one machine for all runs, so that one machine can compare bits.
 """

@@ -151,7 +151,7 @@ def _closely(kept: Any, found: Any, where: str, *, tolerance: float, counted: bo
 
 
 def _inside(kept: Any, found: Any, where: str, compare: Callable[[Any, Any, str], Iterator[str]]) -> Iterator[str]:
-    """Of two tables or two lists: what only one of them has, and what differs in both."""
+    """Compares two tables or two lists: what only one of them has, and what differs in both."""
     if isinstance(kept, list):
         if len(kept) != len(found):
             yield f"{where}: {len(found)} instead of {len(kept)}"
@@ -161,11 +161,11 @@ def _inside(kept: Any, found: Any, where: str, compare: Callable[[Any, Any, str]
         yield from (f"{where}/{key}: not in the recording" for key in found.keys() - kept.keys())
         pairs = [(key, kept[key], found[key]) for key in kept if key in found]
     for key, mine, theirs in pairs:
-        yield from compare(mine, theirs, f"{where}/{key}{_told(mine)}")
+        yield from compare(mine, theirs, f"{where}/{key}{_kind(mine)}")
 
 
-def _told(value: Any) -> str:
-    """Of a record, what it is."""
+def _kind(value: Any) -> str:
+    """The kind and the step of a record, in parentheses; empty for any other value."""
     if not isinstance(value, dict) or "kind" not in value:
         return ""
     return f" ({value['kind']}, step {value['step']})" if "step" in value else f" ({value['kind']})"

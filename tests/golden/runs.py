@@ -154,7 +154,7 @@ class Run:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Of the run or of each compared run, inside the folder of its name."""
+        """The folders of the runs, relative to the recorded one: "." or one for each compared method."""
         return self.methods or (".",)
 
 

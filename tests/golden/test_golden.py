@@ -1,7 +1,7 @@
 """Whatever is changed inside the package, a run stays what it was: the same records, and the same bits in checkpoints.
 
 The recordings beside this file were made by `record.py`. Where one differs, the change that did it is a mistake, or is
-meant and named in the changelog; then it is recorded anew.
+meant and named in the changelog; then it is recorded again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_recordings_are_those_of_the_table() -> None:
 
 
 def test_recordings_show_what_they_are_kept_for() -> None:
-    """That rows were read from a cache, steps skipped, sessions interrupted, answers right."""
+    """Rows were read from a cache, steps skipped, sessions interrupted, and answers right."""
 
     def of(name: str, kind: str, folder: str = ".") -> list[dict[str, Any]]:
         return [event for event in kept(name)["folders"][folder]["events"] if event["kind"] == kind]

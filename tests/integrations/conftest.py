@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from ..run_events import Crash
 
 TOKENS, VOCABULARY = 12, 40
 
@@ -35,6 +37,17 @@ def make_rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
     starts = torch.arange(count)[:, None] * 7
     tokens = (starts + torch.arange(TOKENS)) % VOCABULARY
     return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class CrashAt(TrainerCallback):
+    """Stops the process, as far as the trainer can tell, after `step` steps."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Crash
 
 
 @pytest.fixture

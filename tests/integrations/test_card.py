@@ -17,6 +17,8 @@ from blocktrain.records.log import read_events
 from blocktrain.records.run_records import Evaluation, Record
 from blocktrain.train.run_folder import RunFolder
 
+from ..run_events import Crash
+
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
@@ -61,9 +63,6 @@ def test_it_tells_no_folders(run: RunFolder) -> None:
 
 def test_of_an_interrupted_run_it_describes_the_checkpoint(tiny, tmp_path: Path) -> None:
     """The log goes on behind the newest checkpoint: those steps are not in the exported weights."""
-
-    class Crash(BaseException):
-        pass
 
     def crash(record: Record) -> None:
         if isinstance(record, Evaluation) and record.step == 9:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from ..run_events import Crash
+from .conftest import CrashAt
+
 pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -20,21 +23,6 @@ from blocktrain.integrations.hf import Blocks, BlockTrainer
 from blocktrain.optim.precision import join
 
 VISIT = Blocks(count=3, visit=bt.Duration.steps(3))
-
-
-class Crash(BaseException):
-    """As sudden as the power going."""
-
-
-class CrashAt(TrainerCallback):
-    """Stops the process, as far as the trainer can tell, after `step` steps."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Crash
 
 
 class Watch(TrainerCallback):

@@ -8,7 +8,7 @@ import json
 import logging
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,19 +24,9 @@ from blocktrain.records.run_records import Evaluation, Record, RunHeader, Step, 
 from blocktrain.train.config import RunConfig, TrackingConfig
 from blocktrain.train.run_folder import RunFolder
 
+from ..run_events import Crash, crash_at
+
 Points = dict[str, list[tuple[int, float]]]
-
-
-class Crash(BaseException):
-    """As sudden as the power going."""
-
-
-def crash_at(step: int) -> Callable[[Record], None]:
-    def listen(record: Record) -> None:
-        if isinstance(record, Step) and record.step == step:
-            raise Crash
-
-    return listen
 
 
 def points_of(records: Iterable[Record | None]) -> Points:

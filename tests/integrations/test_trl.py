@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from ..run_events import Crash
+from .conftest import CrashAt
+
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 import blocktrain as bt
@@ -53,16 +56,6 @@ class BlockDPOTrainer(BlockTrainerMixin, DPOTrainer):
     pass
 
 
-class Crash(BaseException):
-    """As sudden as the power going."""
-
-
-class CrashAt(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
-            raise Crash
-
-
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
@@ -82,7 +75,7 @@ def check(make: Make, folder: Path) -> Any:
     after = whole.model.state_dict()
     assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
     with pytest.raises(Crash):
-        make(folder / "killed", callbacks=[CrashAt()]).train()
+        make(folder / "killed", callbacks=[CrashAt(6)]).train()
     resumed = make(folder / "killed")
     resumed.train(resume_from_checkpoint=True)
     for name, value in resumed.model.state_dict().items():

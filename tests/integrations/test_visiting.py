@@ -123,7 +123,7 @@ def test_schedules_it_cannot_follow_are_refused(model) -> None:
 # Lightning asks torch's and its own registries in ways that are about to go, and advises on workers and logging.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:lightning")
 def test_lightning_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """With the same rows in each batch: in mid-epoch, Lightning begins a plain loader's epoch anew."""
+    """With the same rows in each batch: resumed in mid-epoch, Lightning starts a plain loader's epoch again."""
     pytest.importorskip("lightning")
     main = runpy.run_path(str(EXAMPLE))["main"]
     main.__globals__["rows"] = lambda count: torch.arange(24).repeat(count, 1)

@@ -54,7 +54,7 @@ def test_parts_are_those_of_the_worst_moment_with_labels_that_came_later() -> No
     del small, after
 
 
-def test_the_host_does_not_count_and_the_peak_can_start_anew() -> None:
+def test_the_host_does_not_count_and_the_peak_can_be_reset() -> None:
     kept = torch.ones(1000)
     with MemoryTracker() as tracker:
         tracker.label("host", [kept])

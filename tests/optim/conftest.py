@@ -14,7 +14,7 @@ MakeModel = Callable[[], nn.Module]
 MakeBatch = Callable[[int], dict[str, Tensor]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gpt2() -> MakeModel:
     """Two layers, width 32, tied embedding, no dropout; the same weights each time."""
     sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -27,7 +27,7 @@ def gpt2() -> MakeModel:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def batch() -> MakeBatch:
     """The batch of a step: a function of its number."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -263,28 +264,41 @@ def five_visits(optimizer: BlockOptimizer, batch, *, stop_at: int | None = None,
     return None
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_runs(gpt2, batch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BlockOptimizer]:
+    """`uninterrupted_runs(cls, precision, span, make_store)`: the optimizer after `five_visits`, trained once."""
+
+    @cache
+    def trained(cls, precision: Precision, span: Span, make_store) -> BlockOptimizer:
+        parts, store = partition(gpt2(), num_blocks=3), make_store(tmp_path_factory.mktemp("uninterrupted"))
+        optimizer = BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=store)
+        five_visits(optimizer, batch, span=span)
+        return optimizer
+
+    return trained
+
+
 @pytest.mark.parametrize("precision", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.Muon])
 @pytest.mark.parametrize(("stop_at", "span"), [(1, "block"), (7, "block"), (3, "suffix")])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0917
-    cls, precision: Precision, stop_at: int, span: Span, make_store, tmp_path, gpt2, batch
+    cls, precision: Precision, stop_at: int, span: Span, make_store, tmp_path, gpt2, batch, uninterrupted_runs
 ):
     """It is stopped in the first visit, when no other block has state; in the fourth, when all have; and in a visit to
     two blocks."""
 
-    def make(folder: str) -> BlockOptimizer:
+    def make() -> BlockOptimizer:
         parts = partition(gpt2(), num_blocks=3)
-        return BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=make_store(tmp_path / folder))
+        return BlockOptimizer(parts, cls, lr=1e-2, precision=precision, state=make_store(tmp_path))
 
-    uninterrupted = make("uninterrupted")
-    five_visits(uninterrupted, batch, span=span)
-    stopped = make("stopped")
+    uninterrupted = uninterrupted_runs(cls, precision, span, make_store)
+    stopped = make()
     at_stop, saved = five_visits(stopped, batch, stop_at=stop_at, span=span) or ({}, {})
     # The run continued after its checkpoint before it was killed; a store on disk still has the later states.
     stopped.load_state_dict(saved)
     five_visits(stopped, batch, start=stop_at, span=span)
 
-    resumed = make("stopped")
+    resumed = make()
     for block in resumed.partition:
         resumed.load_block_weights(block.index, at_stop)
     resumed.load_state_dict(saved)

@@ -79,7 +79,7 @@ def hang() -> tuple[str, float]:
     with open_ranks(timeout_seconds=2) as ranks:
         ranks.barrier()
         if ranks.rank == 1:
-            time.sleep(4)
+            time.sleep(3)
         start = time.monotonic()
         try:
             wait = ranks.all_reduce(torch.ones(4))
@@ -95,7 +95,7 @@ def test_a_hung_peer_is_an_error_on_every_rank_within_the_timeout() -> None:
     for rank, (message, seconds) in enumerate(results):
         assert f"rank {rank} of 2 got no answer from the others" in message
         assert "distributed.timeout_seconds = 2" in message
-        assert seconds < 3.5
+        assert seconds < 3
 
 
 def test_buckets_keep_the_order_and_the_limit() -> None:

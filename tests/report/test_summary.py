@@ -169,7 +169,7 @@ def test_the_memory_shown_is_that_of_the_largest_block_where_there_are_blocks(ma
 
 
 def test_a_peak_that_was_measured_on_a_gpu_is_compared_and_a_resident_set_is_not(by_hand: RunRecord):
-    """Of several runs in one process the resident set never falls, whatever the later ones take."""
+    """In a process with several runs the resident set never falls, whatever the later runs take."""
     cpu = summary(by_hand)
     gpu = replace(cpu, device="cuda")
     resident, measured = "resident set, with PyTorch", "peak memory, measured"

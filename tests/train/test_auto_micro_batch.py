@@ -15,10 +15,12 @@ from blocktrain.train.auto_micro_batch import auto_micro_rows, beside_weights, d
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.predict_memory import predicted_peaks
 
+SMALL = ["model.config.n_layer=1", "blocks.count=1", "optimizer.state=drop"]  # each prediction visits every block
+
 
 @pytest.fixture
 def context(tiny, tmp_path: Path) -> TrainingContext:
-    return build(tiny("batch.micro_rows=auto", "optimizer.state=drop"), tmp_path)
+    return build(tiny("batch.micro_rows=auto", *SMALL), tmp_path)
 
 
 def needed(context: TrainingContext, rows: int) -> int:
@@ -86,13 +88,13 @@ def test_the_rehearsal_leaves_no_trace(context: TrainingContext) -> None:
 def test_a_run_trains_as_decided_and_a_resumed_one_does_not_decide_again(
     tiny, outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny("batch.micro_rows=auto", "stop.duration=3 steps", "optimizer.state=drop")
+    config = tiny("batch.micro_rows=auto", "stop.duration=3 steps", *SMALL)
     free = needed(build(config, tmp_path), 2) / auto_micro_batch.SHARE + 1
     leave(monkeypatch, free)
     bt.run(config, tmp_path / "auto")
     assert decided(tmp_path / "auto")["micro_rows"] == 2
 
-    bt.run(tiny("batch.micro_rows=2", "stop.duration=3 steps", "optimizer.state=drop"), tmp_path / "two")
+    bt.run(tiny("batch.micro_rows=2", "stop.duration=3 steps", *SMALL), tmp_path / "two")
     log, weights = outcome(tmp_path / "auto")
     expected, expected_weights = outcome(tmp_path / "two")
     log = [{**event, "micro_rows": 2} if event["kind"] == "run" else event for event in log]

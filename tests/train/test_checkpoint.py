@@ -6,9 +6,8 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,6 +17,7 @@ import blocktrain as bt
 from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.optim.precision import join
 from blocktrain.records.run_records import Record, Step
+from blocktrain.testing import run_distributed
 from blocktrain.train import checkpoint as module
 from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, checkpoints, load_checkpoint, save_checkpoint
 from blocktrain.train.context import build
@@ -175,28 +175,22 @@ def test_a_failed_write_leaves_the_older_checkpoints(tiny, tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
+def train_on_a_full_disk(mapping: dict[str, Any], folder: str) -> tuple[int, str]:
+    """The exit code and the message of a run in a process of its own, under a limit of the operating system: no file
+    may grow past 8 kB, while block 1's weights take 26 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+    try:
+        bt.run(bt.RunConfig.from_mapping(mapping), folder)
+    except StorageError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
 def test_a_full_disk_stops_the_run_with_one_message(tiny, tmp_path: Path) -> None:
-    """A real limit of the operating system: no file may grow past 8 kB, while block 1's weights take 26 kB."""
-    script = (
-        "import sys, json, pathlib, blocktrain as bt\n"
-        "from blocktrain.errors import StorageError\n"
-        "try: bt.run(bt.RunConfig.from_mapping(json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))\n"
-        "except StorageError as error: print(error); sys.exit(error.exit_code)\n"
-    )
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
     build(tiny(), tmp_path)  # the data cache is written before the limit is set
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, json.dumps(tiny().to_mapping()), str(tmp_path / "run")],
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2, result.stderr
-    assert result.stdout.startswith("no room left while writing")
+    ((code, message),) = run_distributed(train_on_a_full_disk, 1, tiny().to_mapping(), str(tmp_path / "run"))
+    assert code == 2
+    assert message.startswith("no room left while writing")
     assert checkpoints(tmp_path / "run" / "checkpoints") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
@@ -294,9 +288,9 @@ def test_rows_of_a_matrix_are_exported_as_trained(tiny, tmp_path: Path, precisio
     from blocktrain.train.export import export
     from blocktrain.train.run_folder import RunFolder
 
-    run = bt.run(tiny("blocks.largest=2000", f"precision={precision}"), tmp_path / "run").path
-    config = tiny("blocks.largest=2000", "precision=bf16-exact")
-    context = build(config, tmp_path / "again")
+    small = ["model.config.n_layer=1", "blocks.largest=2000"]
+    run = bt.run(tiny(*small, f"precision={precision}"), tmp_path / "run").path
+    context = build(tiny(*small, "precision=bf16-exact"), tmp_path / "again")
     load_checkpoint(newest(run), context.partition, context.optimizer)
     assert any(block.rows for block in context.partition)
     expected = {name: parameter.detach().float() for name, parameter in context.model.named_parameters()}

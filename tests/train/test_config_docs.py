@@ -25,7 +25,7 @@ class Outer:
     """Outer things.
 
     first, second: both of them,
-        told at once.
+        described together.
     last: of all
     """
 
@@ -50,8 +50,8 @@ def test_a_table_is_its_dataclass():
     outer, inner = tables(Outer)
     assert outer.text == "Outer things."
     assert [(key.name, key.kind, key.default, key.text) for key in outer.keys if key.name != "last"] == [
-        ("first", "number", "", "both of them, told at once."),
-        ("second", "list of text", '["a", "b"]', "both of them, told at once."),
+        ("first", "number", "", "both of them, described together."),
+        ("second", "list of text", '["a", "b"]', "both of them, described together."),
         ("options", "table", "{}", ""),
     ]
     assert (inner.name, inner.optional, inner.keys[0].default) == ("inner", True, "3")
@@ -73,4 +73,4 @@ def test_every_key_is_described():
 
 def test_the_page_in_the_documentation_is_this_one():
     there = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
-    assert there.read_text() == page(), "write it anew: blocktrain config > docs/configuration.md"
+    assert there.read_text() == page(), "write it again: blocktrain config > docs/configuration.md"

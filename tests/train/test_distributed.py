@@ -21,11 +21,23 @@ import torch.distributed as dist
 import blocktrain as bt
 from blocktrain.errors import BlocktrainError, ConfigError, Interrupted, PeerError
 from blocktrain.records.log import Event, read_events
-from blocktrain.records.run_records import MemoryPeaks, PeakMemory, Record, Step, StepCosts, StepFlops, StepMemory
+from blocktrain.records.run_records import (
+    GrowingStep,
+    MemoryPeaks,
+    Opening,
+    PeakMemory,
+    Record,
+    RunHeader,
+    Step,
+    StepCosts,
+    StepFlops,
+    StepMemory,
+)
 from blocktrain.testing import run_distributed
-from blocktrain.train import step_costs
+from blocktrain.train.blocks_train_module import BlocksSetup
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import TrainingContext
+from blocktrain.train.techniques.growth import growing_visits
 
 LLAMA = {
     "num_hidden_layers": 4,
@@ -55,22 +67,25 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def count_nothing(context: TrainingContext) -> StepCosts:
-    """In place of the FLOP counter, which takes longer than these runs."""
+def made_up_opening(self: BlocksSetup, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+    """Opening records with made-up costs: counting FLOPs and memory takes longer than these runs."""
     blocks = tuple(10 + block.index for block in context.partition)
     layers = tuple(1 for _ in context.partition.chain.layers)
     flops = StepFlops(full=30, blocks=blocks, theory_full=30, theory_blocks=blocks, forward_layers=layers)
-    return StepCosts(flops=flops, memory=StepMemory(full={}, blocks=()))
-
-
-def track_nothing(context: TrainingContext) -> MemoryPeaks:
-    """In place of the memory tracker, likewise."""
-    return MemoryPeaks(full=PeakMemory(parts={}), blocks=tuple(PeakMemory(parts={}) for _ in context.partition))
+    growing = tuple(
+        GrowingStep(block=visit.block.index, left_out=len(left_out), flops=5)
+        for visit, left_out in growing_visits(context)
+    )
+    return Opening(
+        header=header,
+        costs=StepCosts(flops=flops, memory=StepMemory(full={}, blocks=()), growing=growing),
+        memory=MemoryPeaks(full=PeakMemory(parts={}), blocks=tuple(PeakMemory(parts={}) for _ in context.partition)),
+    )
 
 
 def count_nothing_here() -> None:
-    """For this process, from now on."""
-    step_costs._costs, step_costs._memory_peaks = count_nothing, track_nothing
+    """Runs of this process open with made-up costs from now on; it is one of a test's own processes."""
+    BlocksSetup.opening = made_up_opening
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:
@@ -308,21 +323,21 @@ def fill_the_disk_of_rank_1(folder: str, mapping: Mapping) -> list[str]:
         return take(*args, **keywords)
 
     trainer.take_step = step
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("blocktrain").addHandler(handler)
     bt.run(bt.RunConfig.from_mapping(mapping), folder)
-    return said
+    return messages
 
 
 def test_shards_give_their_cache_up_together(runs: dict[int, Path], mapping, tmp_path: Path) -> None:
     values = mapping("gpt2", *CACHED, *FSDP, "prefix.store=file")
-    told = run_distributed(fill_the_disk_of_rank_1, 2, str(tmp_path / "run"), values)
-    begun = "training goes on without a prefix cache: "
-    assert [len(said) for said in told] == [1, 1]
-    assert told[0][0].startswith(f"{begun}another process cannot store or read its rows")
-    assert told[1][0].startswith(f"{begun}no room left while writing")
+    messages = run_distributed(fill_the_disk_of_rank_1, 2, str(tmp_path / "run"), values)
+    prefix = "training goes on without a prefix cache: "
+    assert [len(warnings) for warnings in messages] == [1, 1]
+    assert messages[0][0].startswith(f"{prefix}another process cannot store or read its rows")
+    assert messages[1][0].startswith(f"{prefix}no room left while writing")
     assert learned(tmp_path / "run") == learned(runs[2] / "gpt2, fsdp")
     assert [event["place"] for event in events_of(tmp_path / "run", "cache")] == ["file", None]
 
@@ -386,9 +401,9 @@ def test_a_run_is_moved_from_layout_to_layout_in_the_middle_of_its_visits(mappin
     for (size, overrides), step in zip([(1, []), *MOVES], at, strict=True):
         begun = twice if step == at[0] else None
         run_distributed(stop_after, size, str(tmp_path / "run"), begun, overrides, step)
-    told = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert [session["step"] for session in told["sessions"]] == [0, *at[:-1]]
-    assert told["config"]["distributed"]["layout"] == "pipeline"
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [session["step"] for session in stored["sessions"]] == [0, *at[:-1]]
+    assert stored["config"]["distributed"]["layout"] == "pipeline"
     assert [event["step"] for event in events_of(tmp_path / "run", "step")] == list(range(1, steps + 1))
     assert close(curve(whole)[: at[2]], curve(tmp_path / "run")[: at[2]])
     assert close(curve(whole), curve(tmp_path / "run"), IN_BF16)
@@ -418,17 +433,17 @@ def test_a_checkpoint_where_the_ranks_differ_is_refused(mapping, tmp_path: Path)
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(mapping, tmp_path: Path) -> None:
-    told = run_distributed(interrupt_rank_1, 2, str(tmp_path / "run"), mapping("gpt2"))
-    assert told == [(f"stopped at step 5; go on with: blocktrain resume {tmp_path}/run", 143)] * 2
+    results = run_distributed(interrupt_rank_1, 2, str(tmp_path / "run"), mapping("gpt2"))
+    assert results == [(f"stopped at step 5; go on with: blocktrain resume {tmp_path}/run", 143)] * 2
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000005"
 
 
 def test_what_stops_one_rank_stops_all_with_a_reason(mapping, tmp_path: Path) -> None:
     """A loss that is not finite is the same error on all; a folder that is taken, rank 0's and what the others say."""
     values = mapping("gpt2", "optimizer.lr=1e30", "optimizer.max_grad_norm=1e30")
-    told = run_distributed(fail, 2, str(tmp_path / "run"), values)
-    assert told[0] == told[1]
-    assert told[0][0] == "NonFiniteError"
+    results = run_distributed(fail, 2, str(tmp_path / "run"), values)
+    assert results[0] == results[1]
+    assert results[0][0] == "NonFiniteError"
     taken = run_distributed(fail, 2, str(tmp_path / "run"), values)
     assert taken[0][0] == "ConfigError"
     assert taken[1][0] == "PeerError"
@@ -461,9 +476,9 @@ FOUR_STAGES = [*PIPELINE, "model.config.n_layer=6", "blocks.count=2", "blocks.st
 def test_what_cannot_be_laid_out_is_found_before_anything_is_written(
     mapping, tmp_path: Path, overrides: list[str], reason: str
 ) -> None:
-    told = run_distributed(fail, 2, str(tmp_path / "run"), mapping("gpt2", *overrides))
-    assert [name for name, _ in told] == ["ConfigError"] * 2
-    assert reason in told[0][1]
+    results = run_distributed(fail, 2, str(tmp_path / "run"), mapping("gpt2", *overrides))
+    assert [name for name, _ in results] == ["ConfigError"] * 2
+    assert reason in results[0][1]
     assert not (tmp_path / "run").exists()
 
 
@@ -499,7 +514,7 @@ def test_what_is_learned_cannot_be_changed_in_a_run_that_has_begun(tiny) -> None
 
 
 def test_rows_that_cannot_be_shared_evenly(mapping, tmp_path: Path) -> None:
-    told = run_distributed(fail, 3, str(tmp_path / "run"), mapping("gpt2"))
-    assert [name for name, _ in told] == ["ConfigError"] * 3
-    assert "4 rows per step cannot be divided equally among 3 ranks" in told[0][1]
+    results = run_distributed(fail, 3, str(tmp_path / "run"), mapping("gpt2"))
+    assert [name for name, _ in results] == ["ConfigError"] * 3
+    assert "4 rows per step cannot be divided equally among 3 ranks" in results[0][1]
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,6 @@ from blocktrain.records.log import Event, read_events
 from blocktrain.records.run_records import Record, Step
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summary
-from blocktrain.train import step_costs
 from blocktrain.train.context import build
 from blocktrain.train.techniques import growth
 from blocktrain.train.techniques.growth import Growth, left_out
@@ -40,6 +39,7 @@ def outside(config: bt.RunConfig, folder: Path) -> list[tuple[int, int]]:
     return [(visit.block.index, len(left_out(context, visit))) for visit in visits]
 
 
+@pytest.mark.usefixtures("uncounted")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -69,7 +69,6 @@ def test_left_out_or_not_a_run_is_the_same(
         [3, 1, 0] if "blocks.pieces=modules" in overrides else [4, 2, 0]
     )
     monkeypatch.setattr(growth, "left_out", lambda _job, _visit: ())
-    monkeypatch.setattr(step_costs, "growing_visits", lambda _job: ())
     bt.run(config, tmp_path / "whole")
     grown, whole = learned(tmp_path / "grown"), learned(tmp_path / "whole")
     assert grown == whole

@@ -10,14 +10,11 @@ import torch
 
 import blocktrain as bt
 from blocktrain.errors import ConfigError
-from blocktrain.records.log import Event, read_events
 from blocktrain.train.context import build
 
+from ..run_events import events_of
+
 PLAIN = ["model.config.attn_pdrop=0.0", "sampling.scope=sweep", "sampling.rate=0.02", "schedule.visit=4 steps"]
-
-
-def events_of(run: Path, kind: str) -> list[Event]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
 def losses(run: Path) -> list[float]:
@@ -41,6 +38,7 @@ def test_a_checkpointed_run_is_the_same_run_and_says_what_it_costs(tiny, tmp_pat
     assert checkpointed["flops"]["forward_layers"] == plain["flops"]["forward_layers"]
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_a_run_with_a_chunked_loss_has_the_same_losses_up_to_rounding(tiny, tmp_path: Path) -> None:
     """SGD: Adam would make steps of full size from gradients that are zero but for rounding."""
     settings = ["optimizer.name=SGD", "batch.micro_rows=2", "prefix.store=host", *PLAIN]

@@ -20,11 +20,12 @@ import blocktrain as bt
 from blocktrain.cache.cost_model import StoreChoice
 from blocktrain.cache.slot_ledger import Fingerprints
 from blocktrain.probe import Medium
-from blocktrain.records.log import Event, read_events
-from blocktrain.records.run_records import CacheUse, Record, Step
+from blocktrain.records.run_records import CacheUse, Record
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.techniques import prefix_caching
 from blocktrain.train.toml_dataclasses import override
+
+from ..run_events import Crash, crash_at, events_of
 
 Run = Callable[..., Path]
 
@@ -42,10 +43,6 @@ SMALL = [
 ]
 ROWS, PASS = 16, 4  # rows of a subset, steps of a pass over it
 ROW_BYTES = 16 * 16 * 4  # tokens x width x fp32
-
-
-def events_of(run: Path, kind: str) -> list[Event]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
@@ -280,18 +277,6 @@ def test_another_place_in_the_middle_of_a_sweep(train: Run, config, tmp_path: Pa
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 
-class Crash(BaseException):
-    """As sudden as the power going."""
-
-
-def crash_at(step: int) -> Callable[[Record], None]:
-    def listen(record: Record) -> None:
-        if isinstance(record, Step) and record.step == step:
-            raise Crash
-
-    return listen
-
-
 def crashed(config: bt.RunConfig, folder: Path, step: int) -> None:
     with pytest.raises(Crash):
         bt.run(config, folder, listeners=[crash_at(step)])
@@ -321,7 +306,7 @@ def test_a_run_resumed_in_mid_visit_finds_what_it_had_stored(
 
 
 def test_a_run_resumed_after_a_visit_s_last_step_still_tells_what_the_cache_did(train: Run, config, tmp_path: Path):
-    """Its checkpoint holds a visit that is over and not yet told of: the record was once missing."""
+    """Its checkpoint holds a visit that is over and has no record yet; the record was once missing."""
 
     def listen(record: Record) -> None:
         if isinstance(record, CacheUse) and record.visit == 1:
@@ -340,7 +325,7 @@ def test_a_run_resumed_after_a_visit_s_last_step_still_tells_what_the_cache_did(
     assert len(there) == 2
 
 
-def test_rows_damaged_while_the_run_was_down_are_computed_anew(train: Run, config, tmp_path: Path):
+def test_rows_damaged_while_the_run_was_down_are_computed_again(train: Run, config, tmp_path: Path):
     once = ["schedule.sweeps=1"]
     crashed(config("prefix.store=file", "checkpoint.every=1 steps", *once), tmp_path / "run", 2 * PASS + 6)
     (rows,) = (tmp_path / "run" / "prefix").rglob("data.rows")
@@ -363,7 +348,7 @@ def test_rows_of_a_visit_that_the_checkpoint_has_not_seen_are_stale(train: Run, 
     bt.resume(tmp_path / "run")
     record = events_of(tmp_path / "run", "cached")[0]
     assert (record["visit"], record["stale"]) == (1, 12)  # of three steps at level 3; four rows still are at level 2
-    assert record["computed"] == 12 + 12  # before the checkpoint, and anew
+    assert record["computed"] == 12 + 12  # before the checkpoint, and again
     assert learned(tmp_path / "run") == learned(train("prefix.store=off", *once, *shape("ascending", None)))
 
 
@@ -532,7 +517,7 @@ def test_the_number_of_variants_changes_the_run(train_on_pictures: Run):
 
 
 @pytest.mark.parametrize("store", ["auto", "host"])
-def test_images_augmented_anew_in_each_pass_are_refused_with_the_reason(train_on_pictures: Run, store: str):
+def test_images_augmented_differently_in_each_pass_are_refused_with_the_reason(train_on_pictures: Run, store: str):
     refused = train_on_pictures(f"prefix.store={store}")
     for event in events_of(refused, "cache"):
         assert event["place"] is None

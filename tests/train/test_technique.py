@@ -17,11 +17,13 @@ import blocktrain as bt
 from blocktrain.chain.chain import Layer
 from blocktrain.data.sampling import StepRows
 from blocktrain.errors import ConfigError
-from blocktrain.records.run_records import Record, Step
+from blocktrain.records.run_records import Record
 from blocktrain.schedule import Visit
 from blocktrain.train.config import EXTRA_TABLES, RunConfig
 from blocktrain.train.technique import Batch, Position, Technique, Techniques
 from blocktrain.train.techniques import TECHNIQUES, register_technique
+
+from ..run_events import Crash, crash_at
 
 
 class Recorder(Technique):
@@ -104,15 +106,8 @@ def test_what_a_technique_saves_is_taken_off_the_run_s_flops(tiny, tmp_path: Pat
 
 
 def test_its_state_goes_through_a_checkpoint(tiny, tmp_path: Path, recorders) -> None:
-    class Crash(BaseException):
-        pass
-
-    def crash(record: Record) -> None:
-        if isinstance(record, Step) and record.step == 6:
-            raise Crash
-
     with pytest.raises(Crash):
-        bt.run(tiny("checkpoint.every=5 steps"), tmp_path / "run", listeners=[crash])
+        bt.run(tiny("checkpoint.every=5 steps"), tmp_path / "run", listeners=[crash_at(6)])
     bt.resume(tmp_path / "run")
     # Twelve steps and three openings in all: five steps and two openings before the checkpoint, and one opening of the
     # visit that was resumed.

@@ -11,14 +11,11 @@ import torch
 
 import blocktrain as bt
 from blocktrain.errors import NonFiniteError
-from blocktrain.records.log import Event, read_events
 from blocktrain.train.blocks_train_module import BlocksModule
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import build
 
-
-def events_of(run: Path, kind: str) -> list[Event]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] == kind]
+from ..run_events import events_of
 
 
 def trained(config: bt.RunConfig, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
