@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read where PyTorch is imported,
 import torch
 
 from blocktrain.records.log import read_events
-from blocktrain.train.blocks_train_module import BlocksSetup
+from blocktrain.train import run as run_module
+from blocktrain.train.blocks_train_module import BLOCKS
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.config import RunConfig
 from blocktrain.train.toml_dataclasses import override
@@ -77,7 +79,7 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of this test open with made-up costs, which it does not look at: counting takes longer than they do."""
     from .train.test_distributed import made_up_opening
 
-    monkeypatch.setattr(BlocksSetup, "opening", made_up_opening)
+    monkeypatch.setattr(run_module, "BLOCKS", replace(BLOCKS, opening=made_up_opening))
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from blocktrain.records.run_records import (
     StepMemory,
 )
 from blocktrain.testing import run_distributed
-from blocktrain.train.blocks_train_module import BlocksSetup
+from blocktrain.train import run as run_module
+from blocktrain.train.blocks_train_module import BLOCKS
 from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.techniques.growth import growing_visits
@@ -67,7 +69,7 @@ class Crash(BaseException):
     """As sudden as the power going."""
 
 
-def made_up_opening(self: BlocksSetup, context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
+def made_up_opening(context: TrainingContext, header: RunHeader, micro_rows: int | None) -> Opening:
     """Opening records with made-up costs: counting FLOPs and memory takes longer than these runs."""
     blocks = tuple(10 + block.index for block in context.partition)
     layers = tuple(1 for _ in context.partition.chain.layers)
@@ -85,7 +87,7 @@ def made_up_opening(self: BlocksSetup, context: TrainingContext, header: RunHead
 
 def count_nothing_here() -> None:
     """Runs of this process open with made-up costs from now on; it is one of a test's own processes."""
-    BlocksSetup.opening = made_up_opening
+    run_module.BLOCKS = replace(BLOCKS, opening=made_up_opening)
 
 
 def train_all(runs: list[tuple[str, Mapping]]) -> None:
