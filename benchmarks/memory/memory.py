@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import blocktrain as bt
 from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.tracker import Peak
-from blocktrain.optim.factory import meta_scalars_read_as_one
+from blocktrain.optim.factory import MetaScalarsReadAsOne
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.runtime import SideStream, environment, pick_device, source_commit
 from blocktrain.train.config import MemoryConfig
@@ -177,7 +177,7 @@ def peaks_of(configuration: Configuration, fake: FakeCopy) -> tuple[bt.Partition
         inputs=[tokens],
         saving=lambda copy: saving_memory(copy, configuration.memory),
     )
-    with fake.running(), meta_scalars_read_as_one(), two_memories():
+    with fake.running(), MetaScalarsReadAsOne(), two_memories():
         optimizer = bt.BlockOptimizer(
             partition,
             getattr(torch.optim, configuration.optimizer),

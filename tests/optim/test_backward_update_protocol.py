@@ -16,9 +16,9 @@ from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import FrozenPlace
 from blocktrain.optim.precision import BF16_EXACT, Precision
 from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
+from blocktrain.optim.weight_store import WeightLocation
 from blocktrain.schedule import Cyclic
 from blocktrain.units import Duration
 
@@ -30,11 +30,11 @@ class MoveLastBias:
 
     setting = "tail = 'bias'"
 
-    def require(self, partition: Partition, precision: Precision, frozen: FrozenPlace) -> None:
+    def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         if precision.has_master:
             raise ConfigError(f"{self.setting} needs fp32")
 
-    def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
+    def also_updates(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in partition.parameters_above(block).items() if name == BIAS}
 
     @contextmanager
@@ -45,7 +45,7 @@ class MoveLastBias:
 
         hooks = [
             p.requires_grad_(True).register_post_accumulate_grad_hook(move)
-            for p in self.also_moves(partition, active.block).values()
+            for p in self.also_updates(partition, active.block).values()
         ]
         yield
         for hook in hooks:

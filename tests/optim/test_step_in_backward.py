@@ -19,9 +19,9 @@ from blocktrain.contrib.learning_tail import Tail
 from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
 from blocktrain.optim.state_store import KeepOnHost
+from blocktrain.optim.weight_store import OnHost
 from blocktrain.schedule import Cyclic
 from blocktrain.train.context import build
 from blocktrain.train.oom_advice import savings

@@ -1,4 +1,4 @@
-"""The active block's high-precision copy, for models whose weights are stored in less than fp32.
+"""Masters: the active block's fp32 copy, which the optimizer updates, for models whose weights are stored in bf16.
 
 activate   master = join(bf16 weight, low bits)             exact
 backward   the first micro-batch's gradient stays in bf16; from the second one on gradients are summed in fp32
@@ -8,8 +8,9 @@ retire     weight, low bits = split(master);  the master is freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,35 +35,27 @@ class Masters:
 
     def __init__(self, block: Block, low_bits: LowBits):
         self.block = block
-        self.parameters = {name: nn.Parameter(self._joined(name, low_bits.get(name))) for name in block.parameters}
+        self.parameters: dict[str, nn.Parameter] = {}
         self.collected: dict[str, Tensor] = {}  # gradients: in bf16 from one micro-batch, in fp32 from several
         self._factor: Tensor | None = None  # scales all gradients; applied when they are converted to fp32
-        self._hooks: list[RemovableHandle] = [
-            weight.register_post_accumulate_grad_hook(self._collector(name))
-            for name, weight in block.parameters.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for name, weight in block.parameters.items():
+            part, bits = block.part(name, weight.data), low_bits.get(name)
+            self.parameters[name] = nn.Parameter(part.float() if bits is None else join(part, bits.to(part.device)))
+            self._hooks.append(weight.register_post_accumulate_grad_hook(partial(self._collect, name)))
 
-    def _joined(self, name: str, low_bits: Tensor | None) -> Tensor:
-        part = self.block.part(name, self.block.parameters[name].data)
-        return part.float() if low_bits is None else join(part, low_bits.to(part.device))
-
-    def _collector(self, name: str) -> Callable[[Tensor], None]:
-        """A hook that takes each micro-batch's gradient from its weight; sums in bf16 would lose the small ones."""
-        owns_all_rows = name not in self.block.rows
-
-        def collect(weight: Tensor) -> None:
-            if weight.grad is None:
-                return
-            if self._factor is not None:
-                self.gradients()
-            gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
-            if before is None:
-                self.collected[name] = gradient if owns_all_rows else gradient.clone()
-            else:
-                self.collected[name] = before.to(torch.float32).add_(gradient)
-            weight.grad = None
-
-        return collect
+    def _collect(self, name: str, weight: Tensor) -> None:
+        """Take a micro-batch's gradient from its weight, where the next ones would be added to it in bf16."""
+        if weight.grad is None:
+            return
+        if self._factor is not None:
+            self.gradients()
+        gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
+        if before is not None:
+            self.collected[name] = before.to(torch.float32).add_(gradient)
+        else:
+            self.collected[name] = gradient.clone() if name in self.block.rows else gradient
+        weight.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """All collected gradients, converted to fp32."""
@@ -130,13 +123,9 @@ class Masters:
 
 
 @torch.no_grad()
-def lower(parameters: Mapping[str, nn.Parameter]) -> LowBits:
-    """Store `parameters` in bf16, in place. Returns the low bits that bf16 leaves out."""
-    low_bits = {}
-    for name, parameter in parameters.items():
-        if parameter.dtype == torch.bfloat16:
-            low_bits[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
-        else:
-            parameter.data, left_out = split(parameter.data.float())
-            low_bits[name] = left_out.cpu()
-    return low_bits
+def lower(parameter: nn.Parameter) -> Tensor:
+    """Convert `parameter` to bf16, in place. Returns the low bits that bf16 leaves out (int16, on the host)."""
+    if parameter.dtype == torch.bfloat16:
+        return torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
+    parameter.data, low_bits = split(parameter.data.float())
+    return low_bits.cpu()

@@ -1,6 +1,6 @@
-"""Where a block's optimizer state is stored while the block is frozen: nowhere, on the host, or on disk.
+"""Stores a block's optimizer state while the block is frozen: nowhere, on the host, or on disk.
 
-State is `{parameter name: {key: value}}`, with tensors or plain numbers as values, as the optimizer keeps them.
+The state is `{parameter name: {key: value}}`, with tensors or plain numbers as values, as the optimizer keeps them.
 
 `put` and `prefetch` return at once and the work goes on in the background; `get` waits for it, and an error is raised
 at the store's next use. A crash loses what was still being written. That does no harm, because a run resumes from its
@@ -227,10 +227,8 @@ class KeepOnDisk:
         return Path(self.folder) / f"block-{block}.safetensors"
 
 
-StoreFactory = Callable[[Path], StateStore]
-
 # Name, as in `optimizer.state` of a configuration -> what makes the store of one rank, given its folder.
-STATE_STORES: dict[str, StoreFactory] = {
+STATE_STORES: dict[str, Callable[[Path], StateStore]] = {
     "drop": lambda folder: Drop(),
     "host": lambda folder: KeepOnHost(),
     "disk": KeepOnDisk,
