@@ -4,7 +4,7 @@ name, or a CIFAR ResNet. Remote code is never run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -78,7 +78,18 @@ def load_model(
     if depth is not None:
         return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
     model = _hugging_face(config, vocab_size, classes)
-    _check_fit(model, vocab_size, row_tokens)
+    vocabulary = getattr(model.config, "vocab_size", None)
+    if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
+        raise ConfigError(
+            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
+            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
+        raise ConfigError(
+            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
+            f"set row_tokens = {positions} or less"
+        )
     settings: Any = cast(Any, model.config).get_text_config()
     if hasattr(settings, "use_cache"):
         settings.use_cache = False  # keys and values; with a cache, the conversations of a packed row see each other
@@ -164,7 +175,10 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if name not in CONFIG_MAPPING_NAMES:
-        raise ConfigError(f"model.architecture '{name}' is unknown; {_near_architecture(name, CONFIG_MAPPING_NAMES)}")
+        hint = nearest(name, CONFIG_MAPPING_NAMES)
+        if not hint.startswith("did"):  # there are too many to list
+            hint = "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
+        raise ConfigError(f"model.architecture '{name}' is unknown; {hint}")
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
     for key in given:
@@ -179,26 +193,3 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
         if isinstance(token, int) and key not in settings and token >= settings.get("vocab_size", token + 1):
             settings[key] = None
     return AutoConfig.for_model(name, **settings)
-
-
-def _near_architecture(name: str, known: Iterable[str]) -> str:
-    hint = nearest(name, known)
-    return (
-        hint if hint.startswith("did") else "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
-    )
-
-
-def _check_fit(model: nn.Module, vocab_size: int | None, row_tokens: int | None) -> None:
-    settings: Any = model.config
-    vocabulary = getattr(settings, "vocab_size", None)
-    if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
-        raise ConfigError(
-            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
-            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
-        )
-    positions = getattr(settings, "max_position_embeddings", None)
-    if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
-        raise ConfigError(
-            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
-            f"set row_tokens = {positions} or less"
-        )

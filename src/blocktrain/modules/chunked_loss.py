@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,14 +90,14 @@ class _HeadWrapper:
 
     def __call__(self, run: Head, hidden: Tensor) -> DeferredLogits:
         trained = tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        head = partial(_run_with_weights, self.module, dict(self.module._parameters), run)
+        weights = dict(self.module._parameters)
+
+        def head(hidden: Tensor) -> Tensor:
+            """Run the output layer, later, with the weights that it has now."""
+            with substituted_parameters(self.module, weights):
+                return run(hidden)
+
         return DeferredLogits(hidden, head, trained, self.tokens)
-
-
-def _run_with_weights(module: nn.Module, weights: Mapping[str, Tensor | None], run: Head, hidden: Tensor) -> Tensor:
-    """Run the output layer later with the weights that it had when its logits were deferred."""
-    with substituted_parameters(module, weights):
-        return run(hidden)
 
 
 @dataclass(frozen=True, eq=False)

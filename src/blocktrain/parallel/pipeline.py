@@ -80,7 +80,13 @@ class Pipeline:
             for _, parameter in layer.named_parameters():
                 self._used_in.setdefault(parameter, []).append(at)
         self.stages = [stages(partition, block, ranks.size, config, costs) for block in partition]
-        self._local_blocks = [self._local_part(block) for block in partition]
+        self._local_blocks: list[Block] = []
+        for block in partition:
+            runs = self.local_stages(block).values()
+            layers = [layer for run in runs for layer in partition.chain.layers[run.start : run.stop]]
+            names = [name for name in block.parameters if ranks.rank in self.ranks_using(block, name)]
+            label = f"process {ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
+            self._local_blocks.append(partition.restrict(block.index, label, layers=layers, parameters=names))
         self._visit: _PipelineVisit | None = None
 
     def local_block(self, block: Block) -> Block:
@@ -151,13 +157,6 @@ class Pipeline:
             for number, run in enumerate(self.stages[block.index])
             if number % self.ranks.size == self.ranks.rank
         }
-
-    def _local_part(self, block: Block) -> Block:
-        runs = self.local_stages(block).values()
-        layers = [layer for run in runs for layer in self.partition.chain.layers[run.start : run.stop]]
-        names = [name for name in block.parameters if self.ranks.rank in self.ranks_using(block, name)]
-        label = f"process {self.ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
-        return self.partition.restrict(block.index, label, layers=layers, parameters=names)
 
     def _in_visit(self) -> _PipelineVisit:
         assert self._visit is not None, "steps are taken inside a visit"
