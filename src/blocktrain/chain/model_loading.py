@@ -117,9 +117,15 @@ def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn
 
 
 def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
-    from transformers import AutoConfig
+    import transformers
 
-    cls, head = _auto_class(vocab_size, classes)
+    cls: Any = transformers.AutoModelForCausalLM  # the class for what the model predicts
+    head: dict[str, Any] = {}
+    if classes is not None:
+        texts = vocab_size is not None
+        cls = transformers.AutoModelForSequenceClassification if texts else transformers.AutoModelForImageClassification
+        names = dict(enumerate(classes))
+        head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     if config.architecture is not None:
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
         settings.update(head)
@@ -131,7 +137,7 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
     try:
         if config.weights == "random":
-            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
+            settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **config.config, **head)
             return _of_architecture(cls, settings, path)
         return cls.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **config.config, **head
@@ -140,19 +146,6 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path '{path}' cannot be loaded: {first_line(error)}") from error
-
-
-def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
-    """The class of transformers for what the model predicts, and the settings of its head."""
-    import transformers
-
-    if classes is None:
-        return transformers.AutoModelForCausalLM, {}
-    names = dict(enumerate(classes))
-    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    if vocab_size is None:
-        return transformers.AutoModelForImageClassification, head
-    return transformers.AutoModelForSequenceClassification, head
 
 
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:

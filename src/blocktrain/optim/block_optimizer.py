@@ -25,7 +25,7 @@ from blocktrain.optim.block_weights import BlockWeights
 from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory, Undecayed, norms_and_biases
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.state_store import BlockState, Drop, FrozenStates, StateStore, to_host
+from blocktrain.optim.state_store import BlockState, Drop, StateStore, to_host
 from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
 from blocktrain.optim.weight_store import OnDevice, WeightLocation
 
@@ -82,7 +82,8 @@ class BlockOptimizer:
         self.in_backward = in_backward
         self.steps = 0
         self.changed_at = [0] * len(partition)  # by block: the step that last updated it
-        self._states = FrozenStates(self.store)
+        # The states of blocks that were active in the checkpoint that was loaded, until their next activation.
+        self._pending: dict[int, BlockState] = {}
         self._active: ActiveBlock | None = None
         self._updated: list[int] = []  # the blocks that steps of this visit update
         # What updates weights inside each backward pass, in the order in which it acts.
@@ -142,7 +143,9 @@ class BlockOptimizer:
         trained = masters.parameters if masters else block.parameters
         active = ActiveBlock(block, trained, self.factory.build(trained), masters)
         for index in block.members:
-            if (state := self._states.take(index)) is not None:
+            state = self._pending[index] if index in self._pending else self.store.get(index)
+            self._pending.pop(index, None)
+            if state is not None:
                 active.restore(state)
         tail = self.tail_of(block).keys()
         above = [other.index for other in self.partition if tail & other.parameters.keys()]
@@ -254,7 +257,7 @@ class BlockOptimizer:
         Blocks that were active in the checkpoint that was loaded count as active until their next activation.
         """
         return {
-            "active": list(self._states.pending if self._active is None else self._active.block.members),
+            "active": list(self._pending if self._active is None else self._active.block.members),
             "steps": self.steps,
             "changed_at": list(self.changed_at),
         }
@@ -264,12 +267,12 @@ class BlockOptimizer:
         stored for it; None if there is none."""
         if self._active is not None and index in self._active.block.members:
             return to_host(self._active.state(self.partition[index]))
-        return self._states.get(index)
+        return self._pending[index] if index in self._pending else self.store.get(index)
 
     def has_state(self, index: int) -> bool:
         """Whether `block_state` would return something, without reading it."""
         is_active = self._active is not None and index in self._active.block.members
-        return is_active or self._states.holds(index)
+        return is_active or index in self._pending or self.store.holds(index)
 
     def block_weights(self, index: int) -> dict[str, Tensor]:
         """Block `index`'s weights as training left them, before quantizing, on the host; must not be changed."""
@@ -308,7 +311,11 @@ class BlockOptimizer:
         """
         self._require_between_visits("loading")
         _require_matching(saved, self.partition, self.precision)
-        self._states.load(saved["blocks"], active=saved["active"])
+        self.store.clear()
+        self._pending = {index: state for index, state in saved["blocks"].items() if index in saved["active"]}
+        for index, state in saved["blocks"].items():
+            if index not in self._pending:
+                self.store.put(index, state)
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
         self._weights.low_bits = [dict(saved["low_bits"].get(block.index, {})) for block in self.partition]
