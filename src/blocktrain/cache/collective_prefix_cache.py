@@ -46,7 +46,7 @@ class CollectivePrefixCache(PrefixCache):
         self._error: StorageError | None = None  # of this rank, not yet reported to the others
 
     def open(self, boundary: int, *, key: Key, sample: Batch, fingerprints: Fingerprints | None = None) -> None:
-        """Like `PrefixCache.open`. Either every rank has its room, or `StorageError` is raised on every rank."""
+        """Like `PrefixCache.open`. Either every rank gets its space, or `StorageError` is raised on every rank."""
         self._error = None
         try:
             super().open(boundary, key=key, sample=sample, fingerprints=fingerprints)

@@ -18,8 +18,8 @@ from blocktrain.cache.store import STORES
 from blocktrain.probe import Medium
 from blocktrain.units import format_bytes
 
-# The share of the free room that is left alone, by medium: on a device for the rest of the training step, on the host
-# and the disk for other programs.
+# The share of the free space that the cache leaves free, by medium: on a device for the rest of the training step, on
+# the host and the disk for other programs.
 KEPT_FREE: Mapping[str, float] = {"device": 0.5, "host": 0.5, "file": 0.1}
 
 

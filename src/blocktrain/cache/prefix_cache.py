@@ -47,7 +47,7 @@ class CacheStatistics:
     layers_run: dict[tuple[int, int], int] = field(default_factory=dict)  # (from boundary, to boundary) -> rows
     stale: int = 0  # slots dropped because the layers below them had changed
     damaged: int = 0  # slots dropped because their checksum differed
-    bytes_stored: int = 0  # room allocated
+    bytes_stored: int = 0  # allocated in the stores
     fill_seconds: float = 0.0  # computing and storing
     wait_seconds: float = 0.0  # steps waiting for stored rows
     encoding_error: float = 0.0  # relative, of the first rows stored
@@ -144,11 +144,11 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Room allocated in all stores."""
+        """Bytes allocated in all stores."""
         return sum(stored.store.nbytes for stored in self._stores.values())
 
     def clear(self, *, keep_files: bool = False) -> None:
-        """Free all room, and delete all files unless `keep_files`."""
+        """Free all memory, and delete all files unless `keep_files`."""
         self._discard_prefetched()
         for stored in self._stores.values():
             stored.close(keep_files=keep_files)

@@ -64,7 +64,7 @@ class Store(Protocol):
         ...
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Free the room. `keep_files` leaves files in place for another process to open."""
+        """Free the space. `keep_files` leaves files in place for another process to open."""
         ...
 
 

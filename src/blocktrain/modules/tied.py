@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
+from blocktrain.modules.wrap import NotCopied, substituted_parameters, wrap_forward
 
 NO_PADDING = -1
 
@@ -61,7 +61,7 @@ def unshare_gradients(model: nn.Module) -> None:
 
 
 @dataclass(eq=False)
-class _EmbeddingWrapper:
+class _EmbeddingWrapper(NotCopied):
     """Passes the weight from the lookup to the head: `for_head` is set between the two."""
 
     module: nn.Embedding
@@ -74,12 +74,9 @@ class _EmbeddingWrapper:
         with _ReplaceLookup(weight, self):
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        return no_wrapper
-
 
 @dataclass(frozen=True, eq=False)
-class _HeadWrapper:
+class _HeadWrapper(NotCopied):
     module: nn.Linear
     embedding: _EmbeddingWrapper
 
@@ -89,9 +86,6 @@ class _HeadWrapper:
             return run(*args, **kwargs)
         with substituted_parameters(self.module, {"weight": weight}):
             return run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        return no_wrapper
 
 
 class _ReplaceLookup(TorchFunctionMode):

@@ -284,7 +284,7 @@ class BlockOptimizer:
         self._weights.load_weights(self.partition[index], weights)
 
     def block_low_bits(self, index: int) -> LowBits:
-        """What the weights of block `index` leave out of its fp32 values (int16); empty where that is not kept."""
+        """The bits of block `index`'s fp32 masters that its weights lack (int16); empty where they are not kept."""
         active = self._active
         if active is not None and index in active.block.members and active.masters is not None:
             return active.masters.low_bits(self.partition[index].parameters)

@@ -22,7 +22,7 @@ from blocktrain.optim.weight_store import WeightLocation, WeightStore
 class BlockWeights:
     """The weights of a partition's blocks. Constructing lowers and stores those of the whole model.
 
-    low_bits: by block, what its weights leave out of its masters while it is frozen.
+    low_bits: by block, the bits of its masters that its weights lack while it is frozen.
     """
 
     def __init__(self, partition: Partition, precision: Precision, location: WeightLocation):

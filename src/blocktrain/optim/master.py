@@ -26,7 +26,7 @@ class Masters:
     """What the optimizers update in place of a block's weights; they exist during a visit.
 
     For bf16 weights these are fp32 masters. For fp32 weights of which the block owns only some rows they are views of
-    those rows. low_bits: what the weights leave out of their masters; a weight that is not named leaves out nothing.
+    those rows. low_bits: the bits of the masters that their bf16 weights lack; a weight that is not named lacks none.
 
     Memory for a bf16 parameter: 4 bytes; its gradient takes 2 bytes with one micro-batch a step (and fp32 for one
     weight at a time), 4 with several. Autograd computes the gradient of all rows of a weight; only the block's rows are
@@ -90,14 +90,14 @@ class Masters:
         At the end these gradients are freed, and the model's bf16 weights are the halves of their masters. (fp32
         weights share their memory with the masters.)
         """
-        moving = [name for name in names if name in self.collected]
-        for name in moving:
+        stepped = [name for name in names if name in self.collected]
+        for name in stepped:
             self.parameters[name].grad = self._in_fp32(name)
             del self.collected[name]
         yield
-        for name in moving:
+        for name in stepped:
             self.parameters[name].grad = None
-        self.write_weights(moving)
+        self.write_weights(stepped)
 
     @torch.no_grad()
     def write_weights(self, names: Iterable[str] | None = None) -> None:
@@ -108,7 +108,7 @@ class Masters:
                 self.block.part(name, weight).copy_(upper_half(self.parameters[name].data))
 
     def low_bits(self, names: Iterable[str]) -> LowBits:
-        """What the bf16 weights among `names` leave out of their masters now. fp32 weights leave out nothing."""
+        """The bits of the masters that the bf16 weights among `names` lack now. fp32 weights lack none."""
         return {
             name: split(self.parameters[name].data)[1].cpu()
             for name in names

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import ConfigError
 from blocktrain.modules.placeholder import is_placeholder, replace_by_placeholder, restore_value
-from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
+from blocktrain.modules.wrap import NotCopied, substituted_parameters, wrap_forward
 from blocktrain.optim.precision import Format
 from blocktrain.optim.quantize_weights import Quantized, quantize
 from blocktrain.runtime import SideStream
@@ -216,8 +216,9 @@ class WeightStore:
 
 
 @dataclass(frozen=True, eq=False)
-class _MaterializeUnit:
-    """The wrapper around one module of the chain: its stored weights are materialized while it runs."""
+class _MaterializeUnit(NotCopied):
+    """The wrapper around one module of the chain: its stored weights are materialized while it runs. A copy of the
+    model has no memory, and nothing to materialize."""
 
     store: WeightStore
     unit: int
@@ -230,10 +231,6 @@ class _MaterializeUnit:
                 materialized = {attribute: values[p] for attribute, p in parameters.items() if p in values}
                 stack.enter_context(substituted_parameters(owner, materialized))
             return run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        """A copy of the model without memory has nothing to materialize."""
-        return no_wrapper
 
 
 @dataclass(eq=False)  # not frozen: PyTorch sets an attribute of a hook
