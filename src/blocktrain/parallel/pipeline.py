@@ -31,7 +31,7 @@ from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.parallel.config import PipelineConfig
-from blocktrain.parallel.protocol import TrainedBlock
+from blocktrain.parallel.protocol import Parallel, TrainedBlock
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.parallel.replicas import assert_replicas_equal
 from blocktrain.parallel.stages import require_micro_batches, stages
@@ -40,7 +40,7 @@ Batch = Mapping[str, Tensor]
 LossOf = Callable[[Any], Tensor]  # from the model's output to its mean loss (0-d)
 
 
-class Pipeline:
+class Pipeline(Parallel):
     """A `Parallel` whose ranks are a pipeline over the model of `partition`. Each rank has the whole model.
 
         pipeline = Pipeline(ranks, partition, PipelineConfig(), costs=costs)
@@ -54,8 +54,6 @@ class Pipeline:
 
     costs: of each layer's forward pass, in any unit (`layer_costs` counts FLOPs).
     """
-
-    in_sync = True  # as far as `sync_weights` makes it so
 
     def __init__(
         self,
@@ -121,9 +119,6 @@ class Pipeline:
         """Scale the active block's gradients on all ranks to a total 2-norm of at most `max_norm`; returns the norm
         before."""
         return self._in_visit().clip_grad_norm(max_norm)
-
-    def after_step(self, step: int) -> None:
-        """Nothing to do: each rank has updated its part of the block."""
 
     @torch.no_grad()
     def sync_weights(self) -> None:
