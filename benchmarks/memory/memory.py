@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import blocktrain as bt
 from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.tracker import Peak
-from blocktrain.optim.factory import meta_scalars_read_as_one
+from blocktrain.optim.factory import MetaScalarsReadAsOne
 from blocktrain.optim.precision import Moments, preset
 from blocktrain.runtime import AlwaysCopying, environment, pick_device, source_commit
 from blocktrain.train.config import MemoryConfig
@@ -162,7 +162,7 @@ def peaks_of(configuration: Configuration, fake: FakeCopy) -> tuple[bt.Partition
         inputs=[tokens],
         saving=lambda copy: saving_memory(copy, configuration.memory),
     )
-    with fake.running(), meta_scalars_read_as_one():
+    with fake.running(), MetaScalarsReadAsOne():
         optimizer = bt.BlockOptimizer(
             partition,
             getattr(torch.optim, configuration.optimizer),

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from blocktrain.errors import BlocktrainError
     from blocktrain.modules.chunked_loss import chunked_loss
     from blocktrain.optim.block_optimizer import BlockOptimizer
-    from blocktrain.optim.offloaded_weights import OnDevice, OnHost
     from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, Precision
     from blocktrain.optim.state_store import Drop, KeepOnDisk, KeepOnHost
+    from blocktrain.optim.weight_store import OnDevice, OnHost
     from blocktrain.schedule import Cyclic, Visit
     from blocktrain.stopping import FullLength, Plateau, RunLimit
     from blocktrain.train.config import RunConfig
@@ -50,8 +50,8 @@ _HOME = {
     "KeepOnDisk": "optim.state_store",
     "KeepOnHost": "optim.state_store",
     "NF4": "optim.precision",
-    "OnDevice": "optim.offloaded_weights",
-    "OnHost": "optim.offloaded_weights",
+    "OnDevice": "optim.weight_store",
+    "OnHost": "optim.weight_store",
     "Partition": "chain.block",
     "Plateau": "stopping",
     "Precision": "optim.precision",

@@ -33,7 +33,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -50,15 +50,6 @@ _PRELOADED = [
 
 class WorkerError(Exception):
     """A rank raised an exception (the message has its traceback), died, or did not end in time."""
-
-
-class _Group(NamedTuple):
-    """The group that a process joins, and its rank there."""
-
-    rank: int
-    size: int
-    store: str  # a file through which the members find each other
-    timeout_seconds: float
 
 
 def run_distributed(
@@ -86,6 +77,7 @@ def run_distributed(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     where = (fn.__module__, inspect.getfile(fn), fn.__qualname__)
+    timeout = timedelta(seconds=timeout_seconds)
     deadline = time.monotonic() + patience_seconds
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []
@@ -93,7 +85,8 @@ def run_distributed(
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                group = _Group(rank, world_size, str(Path(folder) / "store"), timeout_seconds)
+                store = f"file://{Path(folder) / 'store'}"  # a file through which the ranks find each other
+                group = {"init_method": store, "rank": rank, "world_size": world_size, "timeout": timeout}
                 process = context.Process(target=_run_rank, args=(where, args, group, sender), daemon=True)
                 process.start()
                 sender.close()
@@ -128,20 +121,14 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
     return [results[rank] for rank in range(len(processes))]
 
 
-def _run_rank(where: tuple[str, str, str], args: tuple[Any, ...], group: _Group, sender: Connection) -> None:
+def _run_rank(where: tuple[str, str, str], args: tuple[Any, ...], group: dict[str, Any], sender: Connection) -> None:
     """What one process does: join the group, call the function, send its result or its traceback."""
     import torch
     import torch.distributed as dist
 
     try:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{group.store}",
-            rank=group.rank,
-            world_size=group.size,
-            timeout=timedelta(seconds=group.timeout_seconds),
-        )
+        dist.init_process_group("gloo", **group)
         sender.send(("done", _function(*where)(*args)))
         dist.destroy_process_group()
     except BaseException:

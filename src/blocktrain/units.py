@@ -68,14 +68,8 @@ class Duration:
         if match is None:
             raise ConfigError(f"'{text}' is not a duration; write for example '100 steps', '1.5M tokens' or '2 epochs'")
         number, suffix, unit = match.groups()
-        value = float(number.replace("_", "")) * _SUFFIX[suffix.lower()]
-        match unit.lower():
-            case "step":
-                return cls.steps(value)
-            case "token":
-                return cls.tokens(value)
-            case _:
-                return cls.epochs(value)
+        units: dict[str, Unit] = {"step": "steps", "token": "tokens", "epoch": "epochs"}
+        return cls(float(number.replace("_", "")) * _SUFFIX[suffix.lower()], units[unit.lower()])
 
     def in_steps(self, geometry: BatchGeometry) -> int:
         """The number of optimizer steps, rounded up and at least one."""

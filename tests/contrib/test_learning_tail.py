@@ -15,8 +15,8 @@ from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import hidden_matrices
-from blocktrain.optim.offloaded_weights import OnHost
 from blocktrain.optim.precision import BF16_EXACT
+from blocktrain.optim.weight_store import OnHost
 from blocktrain.schedule import Cyclic
 from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 from blocktrain.units import Duration

@@ -17,9 +17,9 @@ from blocktrain.chain.partition import partition
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import nothing
-from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16, BF16_EXACT, FP32, INT8, NF4, PRESETS, Precision, join
 from blocktrain.optim.state_store import BlockState, Drop, KeepOnDisk, KeepOnHost, StateStore
+from blocktrain.optim.weight_store import OnDevice, OnHost, WeightLocation
 from blocktrain.schedule import Cyclic, Span
 from blocktrain.units import Duration
 
@@ -453,7 +453,7 @@ RATE, VISITS, STEPS = 1e-6, 10, 50
 
 
 @cache
-def ten_visits(precision: Precision, frozen: FrozenPlace) -> BlockOptimizer:
+def ten_visits(precision: Precision, frozen: WeightLocation) -> BlockOptimizer:
     model, parts = fixed_gradients()
     optimizer = BlockOptimizer(parts, torch.optim.SGD, lr=RATE, precision=precision, frozen=frozen)
     for _ in range(VISITS):
@@ -468,7 +468,7 @@ def ten_visits(precision: Precision, frozen: FrozenPlace) -> BlockOptimizer:
 
 @pytest.mark.parametrize("frozen", [OnDevice(), OnHost()], ids=["device", "host"])
 @pytest.mark.parametrize("precision", [BF16_EXACT, INT8, NF4], ids=lambda precision: precision.name)
-def test_no_movement_is_lost_at_a_switch(precision: Precision, frozen: FrozenPlace):
+def test_no_movement_is_lost_at_a_switch(precision: Precision, frozen: WeightLocation):
     """This holds for quantized frozen weights too, because their masters are not quantized."""
     expected, optimizer = ten_visits(FP32, OnDevice()), ten_visits(precision, frozen)
     for index in range(2):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from blocktrain.chain.block import Block
-from blocktrain.optim.master import Masters, lower
+from blocktrain.optim.master import LowBits, Masters, lower
 from blocktrain.optim.precision import join
 
 
@@ -16,9 +16,13 @@ def weights() -> dict[str, nn.Parameter]:
     return {"a": nn.Parameter(torch.randn(5, 3)), "b": nn.Parameter(torch.randn(7))}
 
 
+def lowered(weights: dict[str, nn.Parameter]) -> LowBits:
+    return {name: lower(weight) for name, weight in weights.items()}
+
+
 def test_lowering_keeps_the_values(weights: dict[str, nn.Parameter]):
     before = {name: p.detach().clone() for name, p in weights.items()}
-    low_bits = lower(weights)
+    low_bits = lowered(weights)
     for name, p in weights.items():
         assert p.dtype == torch.bfloat16
         assert torch.equal(join(p.data, low_bits[name]), before[name])
@@ -27,13 +31,13 @@ def test_lowering_keeps_the_values(weights: dict[str, nn.Parameter]):
 def test_lowering_a_bf16_weight_changes_nothing():
     weight = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
     before = weight.detach().clone()
-    low_bits = lower({"w": weight})
+    low_bits = lower(weight)
     assert torch.equal(weight, before)
-    assert torch.equal(join(weight.data, low_bits["w"]), before.float())
+    assert torch.equal(join(weight.data, low_bits), before.float())
 
 
 def test_masters_start_where_the_last_ones_ended(weights: dict[str, nn.Parameter]):
-    masters = Masters(Block(0, (), weights), lower(weights))
+    masters = Masters(Block(0, (), weights), lowered(weights))
     with torch.no_grad():
         for master in masters.parameters.values():
             master.add_(1e-6)
@@ -43,13 +47,13 @@ def test_masters_start_where_the_last_ones_ended(weights: dict[str, nn.Parameter
 
 
 def test_without_low_bits_a_master_is_the_weight(weights: dict[str, nn.Parameter]):
-    lower(weights)
+    lowered(weights)
     masters = Masters(Block(0, (), weights), {})
     assert all(torch.equal(masters.parameters[name], weight.float()) for name, weight in weights.items())
 
 
 def test_stepping_writes_the_masters_to_the_model(weights: dict[str, nn.Parameter]):
-    masters = Masters(Block(0, (), weights), lower(weights))
+    masters = Masters(Block(0, (), weights), lowered(weights))
     before = weights["a"].detach().clone()
     weights["b"].sum().backward()
     with masters.stepping(["a", "b"]), torch.no_grad():
@@ -65,7 +69,7 @@ def test_stepping_writes_the_masters_to_the_model(weights: dict[str, nn.Paramete
 
 def test_the_first_gradient_stays_in_bf16_and_the_second_makes_the_sum_fp32(weights: dict[str, nn.Parameter]):
     """One micro-batch a step needs no fp32 copy of its gradients."""
-    masters = Masters(Block(0, (), weights), lower(weights))
+    masters = Masters(Block(0, (), weights), lowered(weights))
     (weights["a"].sum() * 2).backward()
     assert weights["a"].grad is None
     assert masters.collected["a"].dtype == torch.bfloat16
@@ -74,7 +78,7 @@ def test_the_first_gradient_stays_in_bf16_and_the_second_makes_the_sum_fp32(weig
 
 
 def test_gradients_go_to_the_master_during_a_visit_and_stay_with_the_weight_after_it(weights: dict[str, nn.Parameter]):
-    masters = Masters(Block(0, (), weights), lower(weights))
+    masters = Masters(Block(0, (), weights), lowered(weights))
     (weights["a"].sum() * 2).backward()
     assert torch.equal(masters.gradients()["a"], torch.full((5, 3), 2.0))
     masters.close()
@@ -84,7 +88,7 @@ def test_gradients_go_to_the_master_during_a_visit_and_stay_with_the_weight_afte
 
 
 def test_scaling_is_applied_when_gradients_are_converted_to_fp32(weights: dict[str, nn.Parameter]):
-    masters = Masters(Block(0, (), weights), lower(weights))
+    masters = Masters(Block(0, (), weights), lowered(weights))
     weights["b"].sum().backward()
     assert masters.norm().item() == pytest.approx(7**0.5)
     masters.scale(torch.tensor(1 / 3))

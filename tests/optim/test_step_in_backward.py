@@ -25,10 +25,10 @@ from blocktrain.errors import ConfigError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import FrozenPlace, OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
 from blocktrain.optim.state_store import KeepOnHost
 from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
+from blocktrain.optim.weight_store import OnHost, WeightLocation
 from blocktrain.schedule import Cyclic
 from blocktrain.train.context import build
 from blocktrain.train.oom_advice import savings
@@ -275,11 +275,11 @@ class MoveLastBias:
 
     setting = "tail = 'bias'"
 
-    def require(self, partition: Partition, precision: Precision, frozen: FrozenPlace) -> None:
+    def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         if precision.has_master:
             raise ConfigError(f"{self.setting} needs fp32")
 
-    def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
+    def also_updates(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in partition.parameters_above(block).items() if name == BIAS}
 
     @contextmanager
@@ -290,7 +290,7 @@ class MoveLastBias:
 
         hooks = [
             p.requires_grad_(True).register_post_accumulate_grad_hook(move)
-            for p in self.also_moves(partition, active.block).values()
+            for p in self.also_updates(partition, active.block).values()
         ]
         yield
         for hook in hooks:

@@ -1,4 +1,4 @@
-"""A prefix cache for ranks that can only run layers together, because each has a shard of every weight (FSDP2).
+"""The prefix cache under FSDP2, where ranks must run layers together because each has a shard of every weight.
 
 Each rank stores and reads its own rows, as without sharding. But the ranks find out together whether a micro-batch
 needs a forward pass, and from which boundary; where one of them has to compute, all of them do, each its own rows:
@@ -46,7 +46,7 @@ class CollectivePrefixCache(PrefixCache):
         self._error: StorageError | None = None  # of this rank, not yet reported to the others
 
     def open(self, boundary: int, *, key: Key, sample: Batch, fingerprints: Fingerprints | None = None) -> None:
-        """Like `PrefixCache.open`. Either every rank has its room, or `StorageError` is raised on every rank."""
+        """Like `PrefixCache.open`. Either every rank gets its space, or `StorageError` is raised on every rank."""
         self._error = None
         try:
             super().open(boundary, key=key, sample=sample, fingerprints=fingerprints)

@@ -1,4 +1,4 @@
-"""The configuration of the prefix cache."""
+"""The configuration of the prefix cache: the table `[prefix]` of a run."""
 
 from __future__ import annotations
 

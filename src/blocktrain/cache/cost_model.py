@@ -1,4 +1,4 @@
-"""Does a prefix cache pay, and in which store? Arithmetic over measured rates; the answer comes with its reason.
+"""Decides whether a prefix cache pays, and in which store, by arithmetic over measured rates; it gives the reason, too.
 
 For one row, in seconds, summed over this visit and the later ones that share its rows:
 
@@ -18,8 +18,8 @@ from blocktrain.cache.store import STORES
 from blocktrain.probe import Medium
 from blocktrain.units import format_bytes
 
-# The share of the free room that is left alone, by medium: on a device for the rest of the training step, on the host
-# and the disk for other programs.
+# The share of the free space that the cache leaves free, by medium: on a device for the rest of the training step, on
+# the host and the disk for other programs.
 KEPT_FREE: Mapping[str, float] = {"device": 0.5, "host": 0.5, "file": 0.1}
 
 
@@ -65,7 +65,16 @@ def choose(facts: CacheFacts, wanted: str = "auto") -> StoreChoice:
     fill_flops = facts.num_slots * sum(min(1.0, visit.uses) * visit.fill_flops for visit in facts.visits)
     fill_seconds = fill_flops / facts.flops_per_second
     if fill_seconds >= without:
-        return StoreChoice(place=None, reason=_no_reuse(facts.visits[0]))
+        uses = facts.visits[0].uses
+        used = "once" if uses == 1 else f"{uses:.2g} times"
+        reason = (
+            f"cannot pay: each row is used {used} in the visit and no later visit sees it again; repeat rows within "
+            "a visit (schedule.visit = '2 epochs' of a [sampling] subset) or share a subset over a sweep "
+            "(scope = 'sweep')"
+        )
+        return StoreChoice(place=None, reason=reason)
+    # How often each visit writes a row: once for each stored boundary if it computes the row, never if it finds it.
+    writes = [min(1.0, visit.uses) * facts.boundaries if visit.fill_flops else 0.0 for visit in facts.visits]
     boundary_bytes = facts.num_slots * facts.row_bytes
     total_bytes = boundary_bytes * facts.boundaries
     refused = []
@@ -81,24 +90,11 @@ def choose(facts: CacheFacts, wanted: str = "auto") -> StoreChoice:
             continue
         read_rate = facts.read_bytes_per_second[kind.medium]
         write_rate = facts.write_bytes_per_second[kind.medium]
-        seconds_per_byte = sum(_writes(visit, facts) / write_rate + visit.uses / read_rate for visit in facts.visits)
+        pairs = zip(writes, facts.visits, strict=True)
+        seconds_per_byte = sum(written / write_rate + visit.uses / read_rate for written, visit in pairs)
         seconds = fill_seconds + boundary_bytes * seconds_per_byte
         if seconds < without:
             reason = f"{place}: {seconds:.3g} s of filling and reading instead of {without:.3g} s of prefix passes"
             return StoreChoice(place=place, reason=reason)
         refused.append(f"{place} would take {seconds:.3g} s instead of {without:.3g} s")
     return StoreChoice(place=None, reason="does not pay: " + "; ".join(refused))
-
-
-def _no_reuse(visit: VisitReuse) -> str:
-    used = "once" if visit.uses == 1 else f"{visit.uses:.2g} times"
-    return (
-        f"cannot pay: each row is used {used} in the visit and no later visit sees it again; repeat rows within a "
-        "visit (schedule.visit = '2 epochs' of a [sampling] subset) or share a subset over a sweep (scope = 'sweep')"
-    )
-
-
-def _writes(visit: VisitReuse, facts: CacheFacts) -> float:
-    """How often a visit writes a row: once for each stored boundary if it computes the row, never if it finds the row
-    at its boundary."""
-    return min(1.0, visit.uses) * facts.boundaries if visit.fill_flops else 0.0

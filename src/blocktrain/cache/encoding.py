@@ -1,4 +1,4 @@
-"""How hidden states are stored: as they are, in bf16, or in 8 bits with a scale for each token."""
+"""Encodes hidden states for storage: as they are, in bf16, or in 8 bits with a scale for each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The prefix cache: the hidden states of a subset's rows, each computed once, from the nearest boundary that is stored.
+"""The prefix cache: hidden states below the active block, computed once for each row and read by later steps.
+
+A row is computed from the nearest boundary that is stored. What is stored depends on the order of the visits:
 
 ascending    one store; a visit finds the rows at the boundary of the block before, and advances them in place
              through that block alone: a sweep costs one forward pass over the subset in all
@@ -45,7 +47,7 @@ class CacheStatistics:
     layers_run: dict[tuple[int, int], int] = field(default_factory=dict)  # (from boundary, to boundary) -> rows
     stale: int = 0  # slots dropped because the layers below them had changed
     damaged: int = 0  # slots dropped because their checksum differed
-    bytes_stored: int = 0  # room allocated
+    bytes_stored: int = 0  # allocated in the stores
     fill_seconds: float = 0.0  # computing and storing
     wait_seconds: float = 0.0  # steps waiting for stored rows
     encoding_error: float = 0.0  # relative, of the first rows stored
@@ -142,17 +144,20 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Room allocated in all stores."""
+        """Bytes allocated in all stores."""
         return sum(stored.store.nbytes for stored in self._stores.values())
 
-    def clear(self) -> None:
-        """Free all room and delete all files."""
-        self._close_stores(keep_files=False)
+    def clear(self, *, keep_files: bool = False) -> None:
+        """Free all memory, and delete all files unless `keep_files`."""
+        self._discard_prefetched()
+        for stored in self._stores.values():
+            stored.close(keep_files=keep_files)
+        self._stores = {}
 
     def close(self, *, keep_files: bool = False) -> None:
         """Close the cache for good; `keep_files` where the run is only interrupted."""
         self._reader.shutdown(wait=True)
-        self._close_stores(keep_files=keep_files)
+        self.clear(keep_files=keep_files)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -315,12 +320,6 @@ class PrefixCache:
             stored.ledger.unmark(np.flatnonzero(behind))
             if name != self._store_name(boundary) and not stored.ledger.boundaries.any():
                 self._stores.pop(name).close()
-
-    def _close_stores(self, *, keep_files: bool) -> None:
-        self._discard_prefetched()
-        for stored in self._stores.values():
-            stored.close(keep_files=keep_files)
-        self._stores = {}
 
 
 def _rows_of(batch: Batch, rows: np.ndarray, count: int) -> Batch:

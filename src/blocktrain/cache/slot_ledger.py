@@ -1,8 +1,8 @@
-"""What is in a store, and whether it may be used: nothing stale, half-written or damaged is ever read.
+"""Records which rows a store holds, so that no row that is stale, half-written or damaged is ever read.
 
 For each slot the ledger has the boundary whose hidden states it holds (0: the slot is empty) and their checksum. For
-each boundary it has the fingerprint of the layers below, which computed them. The ledger of a file store is on disk
-beside it, in two files
+each boundary it has the fingerprint of the layers below, which computed them. The ledger of a file store is on
+disk beside it, in two files
 
     ledger.json     key: rows, encoding, versions; fingerprint of the layers below each boundary
     slots.bin       boundary and CRC-32 of each slot, marked only after the slot's row was written

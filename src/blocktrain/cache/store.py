@@ -1,7 +1,8 @@
-"""Where rows are stored: in device memory, in host memory (pinned where there is a device to copy to), or in files.
+"""Stores rows of tensors in device memory, in host memory (pinned where there is a device to copy to), or in files.
 
-A store has room for a fixed number of rows ("slots") of fixed shape. It does not know what they mean. `STORES` lists
-the kinds of stores by the name that `prefix.store` takes; a new kind is a class like `MemoryStore` and one entry there.
+A store has room for a fixed number of rows ("slots") of fixed shape, and does not know what the rows mean. `STORES`
+lists the kinds of stores by the name that `prefix.store` takes; a new kind is a class like `MemoryStore` and one entry
+there.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Store(Protocol):
         ...
 
     def close(self, *, keep_files: bool = False) -> None:
-        """Free the room. `keep_files` leaves files in place for another process to open."""
+        """Free the space. `keep_files` leaves files in place for another process to open."""
         ...
 
 
@@ -186,20 +187,15 @@ class StoreKind:
     medium: Medium
 
 
-def _device_store(_folder: Path, num_slots: int, layout: RowLayout, device: torch.device) -> Store:
-    return MemoryStore(num_slots, layout, device=device)
-
-
-def _host_store(_folder: Path, num_slots: int, layout: RowLayout, device: torch.device) -> Store:
-    return MemoryStore(num_slots, layout, device=torch.device("cpu"), pin=device.type == "cuda")
-
-
-def _file_store(folder: Path, num_slots: int, layout: RowLayout, _device: torch.device) -> Store:
-    return FileStore(folder, num_slots, layout)
-
-
 STORES: dict[str, StoreKind] = {  # the fastest first: `prefix.store = "auto"` takes the first that fits and pays
-    "device": StoreKind(make=_device_store, medium="device"),
-    "host": StoreKind(make=_host_store, medium="host"),
-    "file": StoreKind(make=_file_store, medium="file"),
+    "device": StoreKind(
+        make=lambda _folder, slots, layout, device: MemoryStore(slots, layout, device=device), medium="device"
+    ),
+    "host": StoreKind(
+        make=lambda _folder, slots, layout, device: MemoryStore(
+            slots, layout, device=torch.device("cpu"), pin=device.type == "cuda"
+        ),
+        medium="host",
+    ),
+    "file": StoreKind(make=lambda folder, slots, layout, _device: FileStore(folder, slots, layout), medium="file"),
 }

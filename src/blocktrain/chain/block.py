@@ -122,9 +122,25 @@ class Partition(Sequence[Block]):
         """
         if len(members) == 1:
             return self.blocks[members[0]]
-        if members not in self._unions:
-            self._unions[members] = _join([self.blocks[index] for index in members])
-        return self._unions[members]
+        if members in self._unions:
+            return self._unions[members]
+        blocks = [self.blocks[index] for index in members]
+        for block in blocks:
+            if block.rows:
+                name, rows = next(iter(block.rows.items()))
+                raise PartitionError(
+                    f"{block} owns only rows {rows.start} to {rows.stop} of '{name}', so it cannot be trained together "
+                    "with other blocks: cut into whole parameters (a larger blocks.largest, or blocks.count), or set "
+                    "schedule.span = 'block'"
+                )
+        self._unions[members] = union = Block(
+            blocks[0].index,
+            layers=tuple(dict.fromkeys(layer for block in blocks for layer in block.layers)),
+            parameters={name: parameter for block in blocks for name, parameter in block.parameters.items()},
+            segments=tuple(name for block in blocks for name in block.names),
+            union_of=tuple(block.index for block in blocks),
+        )
+        return union
 
     def suffix(self, index: int) -> Block:
         """Block `index` and every block above it, as one."""
@@ -175,21 +191,3 @@ class Partition(Sequence[Block]):
 
     def __repr__(self) -> str:
         return "Partition(\n" + "".join(f"  {block}\n" for block in self.blocks) + ")"
-
-
-def _join(blocks: Sequence[Block]) -> Block:
-    for block in blocks:
-        if block.rows:
-            name, rows = next(iter(block.rows.items()))
-            raise PartitionError(
-                f"{block} owns only rows {rows.start} to {rows.stop} of '{name}', so it cannot be trained together "
-                "with other blocks: cut into whole parameters (a larger blocks.largest, or blocks.count), or set "
-                "schedule.span = 'block'"
-            )
-    return Block(
-        blocks[0].index,
-        layers=tuple(dict.fromkeys(layer for block in blocks for layer in block.layers)),
-        parameters={name: parameter for block in blocks for name, parameter in block.parameters.items()},
-        segments=tuple(name for block in blocks for name in block.names),
-        union_of=tuple(block.index for block in blocks),
-    )

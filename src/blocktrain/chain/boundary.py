@@ -134,8 +134,16 @@ class BoundaryRunner:
         """
         if boundary in self._checked:
             return
+
+        def note_tuple(module: nn.Module, _args: object, output: object) -> None:
+            if isinstance(output, tuple):
+                self._tuple_lengths[module] = len(output)
+
         with evaluating(self.chain.model):
-            self._find_tuple_lengths(batch, boundary)
+            with ExitStack() as stack:
+                for module in self.skipped_modules(boundary):
+                    stack.callback(module.register_forward_hook(note_tuple).remove)
+                self.states(batch, [boundary])
             output = self.chain.model(**batch)
             if getattr(output, "aux_loss", None) is not None:
                 raise BoundaryError(
@@ -147,22 +155,14 @@ class BoundaryRunner:
             hidden = self.states(batch, [boundary])[boundary]
             with self.running(start=boundary, hidden=hidden):
                 from_boundary = _results(self.chain.model(**batch))
-        if not all(_close(*pair) for pair in zip(full, from_boundary, strict=True)):
-            raise BoundaryError(
-                f"{type(self.chain.model).__name__} run from layer {self.chain.layers[boundary].name} differs from the "
-                "full run: more than the hidden states crosses that boundary"
-            )
+        for expected, found in zip(full, from_boundary, strict=True):
+            scale = float(expected.nan_to_num(0, 0, 0).abs().max())
+            if not torch.allclose(expected, found, rtol=1e-3, atol=1e-3 * scale, equal_nan=True):
+                raise BoundaryError(
+                    f"{type(self.chain.model).__name__} run from layer {self.chain.layers[boundary].name} differs from "
+                    "the full run: more than the hidden states crosses that boundary"
+                )
         self._checked.add(boundary)
-
-    def _find_tuple_lengths(self, batch: Mapping[str, Any], boundary: int) -> None:
-        def note(module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, tuple):
-                self._tuple_lengths[module] = len(output)
-
-        with ExitStack() as stack:
-            for module in self.skipped_modules(boundary):
-                stack.callback(module.register_forward_hook(note).remove)
-            self.states(batch, [boundary])
 
     def _entry(self, boundary: int) -> nn.Module:
         """The module that the layer above `boundary` runs first."""
@@ -224,8 +224,3 @@ def _results(output: Any) -> list[Tensor]:
         return [output]
     results = [result for name in ("logits", "loss") if (result := getattr(output, name, None)) is not None]
     return [whole_logits(result) for result in results]
-
-
-def _close(full: Tensor, from_boundary: Tensor) -> bool:
-    scale = float(full.nan_to_num(0, 0, 0).abs().max())
-    return torch.allclose(full, from_boundary, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

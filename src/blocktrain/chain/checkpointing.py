@@ -15,7 +15,7 @@ for as long as a block is active. So no layer is checkpointed twice, and the gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -49,11 +49,8 @@ def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") ->
     Where gradients are computed, keys and values are not cached for later tokens: the cache that a model returns is
     empty, as with `use_cache=False`. A layer that reads a filled cache is not checkpointed.
     """
-    undo = _install(partition, boundaries)
-    try:
+    with _install(partition, boundaries):
         yield
-    finally:
-        undo()
 
 
 def checkpointed_layers(chain: Chain) -> list[int]:
@@ -64,7 +61,7 @@ def checkpointed_layers(chain: Chain) -> list[int]:
 def disable_hf_checkpointing(partition: Partition) -> None:
     """Replace Hugging Face's activation checkpointing, if it is on, by this one until `restore_hf_checkpointing`."""
     if partition.model not in _replaced and _hf_checkpointed(partition.model):
-        _replaced[partition.model] = _install(partition, "device")
+        _replaced[partition.model] = _install(partition, "device").close
 
 
 def restore_hf_checkpointing(partition: Partition) -> None:
@@ -74,20 +71,16 @@ def restore_hf_checkpointing(partition: Partition) -> None:
         restore()
 
 
-def _install(partition: Partition, boundaries: Boundaries) -> Callable[[], None]:
+def _install(partition: Partition, boundaries: Boundaries) -> ExitStack:
+    """Checkpoint the layers, until what this returns is closed."""
     save_input = HostOffload().offloading if boundaries == "host" else None
     modules = [module for layer in partition.chain.layers for module in layer.modules.values() if _has_children(module)]
-    removes = [wrap_forward(module, Recomputed(module, save_input)) for module in modules]
-    theirs = _hf_checkpointed(partition.model)
-    for module in theirs:
+    undo = ExitStack()
+    for module in modules:
+        undo.callback(wrap_forward(module, Recomputed(module, save_input)))
+    for module in _hf_checkpointed(partition.model):
         module.gradient_checkpointing = False
-
-    def undo() -> None:
-        for remove in removes:
-            remove()
-        for module in theirs:
-            module.gradient_checkpointing = True
-
+        undo.callback(setattr, module, "gradient_checkpointing", True)
     return undo
 
 

@@ -32,7 +32,12 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
     """
     unshare_gradients(partition.model)
     disable_hf_checkpointing(partition)
-    _disable_input_gradients(partition)
+    for module in partition.model.modules():
+        # Hugging Face makes the embedding's output require a gradient whenever activation checkpointing is switched on.
+        # Reentrant checkpointing needs that. Here it would send a backward pass through the frozen prefix, and save the
+        # prefix's activations.
+        if getattr(module, "_require_grads_hook", None) is not None:
+            module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]
     active = {id(parameter) for parameter in block.parameters.values()}
     for parameter in partition.model.parameters():
         parameter.requires_grad_(id(parameter) in active)
@@ -71,12 +76,3 @@ def release(partition: Partition) -> None:
         parameter.grad = None
     unshare_gradients(partition.model)
     restore_hf_checkpointing(partition)
-
-
-def _disable_input_gradients(partition: Partition) -> None:
-    """Hugging Face makes the embedding's output require a gradient whenever activation checkpointing is switched on.
-    Reentrant checkpointing needs that. Here it would send a backward pass through the frozen prefix, and save the
-    prefix's activations."""
-    for module in partition.model.modules():
-        if getattr(module, "_require_grads_hook", None) is not None:
-            module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]

@@ -41,15 +41,29 @@ def huggingface_chain(model: nn.Module) -> Chain:
     count = len(cast(nn.ModuleList, model.get_submodule(path)))
     outside = list(_modules_outside(model, path))
     probe = _observe(model, path, outside)
-    probe.require_chain(type(model).__name__, path, count)
+    name = type(model).__name__
+    if probe.order != list(range(count)):
+        raise PartitionError(
+            f"{name} calls the {count} layers of '{path}' in the order {probe.order}, not each once in order"
+        )
+    for faults, what in (
+        (probe.broken, "does not start from the output of the layer before it"),
+        (probe.leaks, "reads more of the tokens than the hidden states that it is given"),
+    ):
+        if faults:
+            raise PartitionError(
+                f"'{path}.{faults[0]}' of {name} {what}, so the model is not a chain of these layers; "
+                "group the modules that belong together yourself with layers={...}"
+            )
 
     groups = {"embedding": probe.before}
     groups |= {f"{path}.{index}": [f"{path}.{index}"] for index in range(count)}
     groups["head"] = probe.after
     for place in outside:
-        if place not in [*probe.before, *probe.after] and _has_parameters(model.get_submodule(place)):
+        runs = place in probe.before or place in probe.after
+        if not runs and next(model.get_submodule(place).parameters(), None) is not None:
             raise PartitionError(
-                f"'{place}' of {type(model).__name__} has parameters but runs neither before nor after its layers "
+                f"'{place}' of {name} has parameters but runs neither before nor after its layers "
                 f"'{path}'; say with layers={{...}} which layer it belongs to"
             )
     return Chain.of_modules(model, {name: paths for name, paths in groups.items() if paths})
@@ -96,10 +110,6 @@ def _modules_outside(model: nn.Module, path: str) -> Iterator[str]:
     yield from walk(model, "")
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 @dataclass
 class _Probe:
     """What one forward pass showed."""
@@ -112,7 +122,7 @@ class _Probe:
     hidden: Tensor | None = None  # output of the layer that ran last
     finished: int = 0  # layers
 
-    def enter(self, index: int, args: object, kwargs: object) -> None:
+    def enter_layer(self, index: int, args: object, kwargs: object) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not any(leaf is self.hidden for leaf in inputs) and self.order:
             self.broken.append(index)
@@ -120,31 +130,19 @@ class _Probe:
             self.leaks.append(index)
         self.order.append(index)
 
-    def leave(self, output: object) -> None:
+    def leave_layer(self, output: object) -> None:
         self.hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         self.finished += 1
 
-    def note_call(self, place: str, count: int) -> None:
-        if place not in self.before and place not in self.after:
+    def leave_outside(self, place: str, count: int, output: object) -> None:
+        """A module outside the list has returned. Only a result that is computed from the inputs counts: that of a
+        dropout or a norm is; a rotary table, which belongs to no layer, is not."""
+        depends = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        if depends and place not in self.before and place not in self.after:
             if not self.order:
                 self.before.append(place)
             elif self.finished >= count:
                 self.after.append(place)
-
-    def require_chain(self, name: str, path: str, count: int) -> None:
-        if self.order != list(range(count)):
-            raise PartitionError(
-                f"{name} calls the {count} layers of '{path}' in the order {self.order}, not each once in order"
-            )
-        for faults, what in (
-            (self.broken, "does not start from the output of the layer before it"),
-            (self.leaks, "reads more of the tokens than the hidden states that it is given"),
-        ):
-            if faults:
-                raise PartitionError(
-                    f"'{path}.{faults[0]}' of {name} {what}, so the model is not a chain of these layers; "
-                    "group the modules that belong together yourself with layers={...}"
-                )
 
 
 def _observe(model: nn.Module, path: str, outside: list[str]) -> _Probe:
@@ -161,15 +159,13 @@ def _observe(model: nn.Module, path: str, outside: list[str]) -> _Probe:
     layers = cast(nn.ModuleList, replica.get_submodule(path))
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(
-            lambda _module, args, kwargs, index=index: probe.enter(index, args, kwargs), with_kwargs=True
+            lambda _module, args, kwargs, index=index: probe.enter_layer(index, args, kwargs), with_kwargs=True
         )
-        layer.register_forward_hook(lambda _module, _args, output: probe.leave(output))
+        layer.register_forward_hook(lambda _module, _args, output: probe.leave_layer(output))
     for place in outside:
         for module in replica.get_submodule(place).modules():
             module.register_forward_hook(
-                lambda _module, _args, output, place=place: (
-                    probe.note_call(place, len(layers)) if _depends_on_inputs(output) else None
-                )
+                lambda _module, _args, output, place=place: probe.leave_outside(place, len(layers), output)
             )
     what, inputs = _probe_inputs(replica)
     try:
@@ -193,9 +189,3 @@ def _probe_inputs(model: nn.Module) -> tuple[str, dict[str, Any]]:
     tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=device)
     keeps = {"use_cache": False} if hasattr(_text_config(config), "use_cache") else {}
     return f"{PROBE_TOKENS} tokens", {"input_ids": tokens, **keeps}
-
-
-def _depends_on_inputs(output: object) -> bool:
-    """Whether an output is computed from the inputs: that of a dropout or a norm is. A rotary table, which belongs to
-    no layer, is not."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))

@@ -4,7 +4,7 @@ name, or a CIFAR ResNet. Remote code is never run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,18 @@ def load_model(
     if depth is not None:
         return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
     model = _hugging_face(config, vocab_size, classes)
-    _check_fit(model, vocab_size, row_tokens)
+    vocabulary = getattr(model.config, "vocab_size", None)
+    if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
+        raise ConfigError(
+            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
+            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
+        raise ConfigError(
+            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
+            f"set row_tokens = {positions} or less"
+        )
     settings: Any = cast(Any, model.config).get_text_config()
     if hasattr(settings, "use_cache"):
         settings.use_cache = False  # keys and values; with a cache, the conversations of a packed row see each other
@@ -111,7 +122,15 @@ def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn
 
 
 def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
-    cls, head = _auto_class(vocab_size, classes)
+    import transformers
+
+    cls: Any = transformers.AutoModelForCausalLM  # the class for what the model predicts
+    head: dict[str, Any] = {}
+    if classes is not None:
+        texts = vocab_size is not None
+        cls = transformers.AutoModelForSequenceClassification if texts else transformers.AutoModelForImageClassification
+        names = dict(enumerate(classes))
+        head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     if config.architecture is not None:
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
         settings.update(head)
@@ -129,19 +148,6 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
     _require_class(cls, settings, path)
     _require_memory(cls, settings, path)
     return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
-
-
-def _auto_class(vocab_size: int | None, classes: Sequence[str] | None) -> tuple[Any, dict[str, Any]]:
-    """The class of transformers for what the model predicts, and the settings of its head."""
-    import transformers
-
-    if classes is None:
-        return transformers.AutoModelForCausalLM, {}
-    names = dict(enumerate(classes))
-    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    if vocab_size is None:
-        return transformers.AutoModelForImageClassification, head
-    return transformers.AutoModelForSequenceClassification, head
 
 
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
@@ -190,7 +196,10 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if name not in CONFIG_MAPPING_NAMES:
-        raise ConfigError(f"model.architecture '{name}' is unknown; {_near_architecture(name, CONFIG_MAPPING_NAMES)}")
+        hint = nearest(name, CONFIG_MAPPING_NAMES)
+        if not hint.startswith("did"):  # there are too many to list
+            hint = "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
+        raise ConfigError(f"model.architecture '{name}' is unknown; {hint}")
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
     for key in given:
@@ -206,26 +215,3 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
             settings[key] = None
     with library_errors(f"[model.config] makes no '{name}'"):
         return AutoConfig.for_model(name, **settings)
-
-
-def _near_architecture(name: str, known: Iterable[str]) -> str:
-    hint = nearest(name, known)
-    return (
-        hint if hint.startswith("did") else "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
-    )
-
-
-def _check_fit(model: nn.Module, vocab_size: int | None, row_tokens: int | None) -> None:
-    settings: Any = model.config
-    vocabulary = getattr(settings, "vocab_size", None)
-    if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
-        raise ConfigError(
-            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
-            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
-        )
-    positions = getattr(settings, "max_position_embeddings", None)
-    if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
-        raise ConfigError(
-            f"row_tokens = {row_tokens} is longer than the model's {positions} positions; "
-            f"set row_tokens = {positions} or less"
-        )

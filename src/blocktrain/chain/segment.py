@@ -62,20 +62,19 @@ def layer_segments(chain: Chain) -> list[Segment]:
 def module_segments(chain: Chain) -> list[Segment]:
     """One segment for each module that has a matrix, in the order in which layers name them. Vectors (norms) belong to
     the matrix that follows them, the last vectors of a layer to the matrix before them."""
-    return [segment for layer in layer_segments(chain) for segment in _split_into_modules(layer)]
-
-
-def _split_into_modules(layer: Segment) -> Iterator[Segment]:
-    modules: list[Segment] = []
-    for path, names in groupby(layer.parameters, key=lambda name: name.rpartition(".")[0]):
-        parameters = {name: layer.parameters[name] for name in names}
-        modules.append(Segment(name=path, layer=layer.layer, parameters=parameters))
-    matrices = [i for i, module in enumerate(modules) if any(len(p.shape) > 1 for p in module.parameters.values())]
-    if len(matrices) < 2:
-        yield layer
-        return
-    for start, stop in pairwise([0, *(index + 1 for index in matrices[:-1]), len(modules)]):
-        yield _joined(modules[start:stop])
+    segments: list[Segment] = []
+    for layer in layer_segments(chain):
+        modules: list[Segment] = []
+        for path, names in groupby(layer.parameters, key=lambda name: name.rpartition(".")[0]):
+            parameters = {name: layer.parameters[name] for name in names}
+            modules.append(Segment(name=path, layer=layer.layer, parameters=parameters))
+        matrices = [i for i, module in enumerate(modules) if any(len(p.shape) > 1 for p in module.parameters.values())]
+        if len(matrices) < 2:
+            segments.append(layer)
+            continue
+        for start, stop in pairwise([0, *(index + 1 for index in matrices[:-1]), len(modules)]):
+            segments.append(_joined(modules[start:stop]))
+    return segments
 
 
 def segments_up_to(chain: Chain, largest: int) -> list[Segment]:
@@ -86,24 +85,23 @@ def segments_up_to(chain: Chain, largest: int) -> list[Segment]:
     """
     if largest < 1:
         raise PartitionError(f"largest must be at least 1 parameter, not {largest}")
-    return [segment for layer in layer_segments(chain) for segment in _split_up_to(layer, largest)]
-
-
-def _split_up_to(layer: Segment, largest: int) -> Iterator[Segment]:
-    if layer.size <= largest:
-        yield layer
-        return
-    together: list[Segment] = []
-    for unit in _units("", layer, largest):
-        if together and sum(segment.size for segment in [*together, unit]) > largest:
-            yield _joined(together)
-            together = []
-        if unit.size > largest:
-            yield from _ranges_of_rows(unit, largest)
-        else:
-            together.append(unit)
-    if together:
-        yield _joined(together)
+    segments: list[Segment] = []
+    for layer in layer_segments(chain):
+        if layer.size <= largest:
+            segments.append(layer)
+            continue
+        together: list[Segment] = []
+        for unit in _units("", layer, largest):
+            if together and sum(segment.size for segment in [*together, unit]) > largest:
+                segments.append(_joined(together))
+                together = []
+            if unit.size > largest:
+                segments += _ranges_of_rows(unit, largest)
+            else:
+                together.append(unit)
+        if together:
+            segments.append(_joined(together))
+    return segments
 
 
 def _units(path: str, segment: Segment, largest: int) -> Iterator[Segment]:

@@ -36,9 +36,9 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.factory import hidden_matrices
-from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.step_in_backward import require_single_process
+from blocktrain.optim.weight_store import OnDevice, WeightLocation
 
 Rule = Literal["sgd", "newton-schulz"]
 
@@ -68,7 +68,7 @@ class Tail:
         """The setting, as error messages quote it."""
         return f"tail = '{self.rule}'"
 
-    def require(self, partition: Partition, precision: Precision, frozen: FrozenPlace) -> None:
+    def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         """Raise `ConfigError` unless all frozen weights are whole, in fp32, on the device of one process."""
         reason = f"{self.setting} moves frozen weights inside the backward pass"
         if precision.has_master:
@@ -83,7 +83,7 @@ class Tail:
                 raise ConfigError(f"{reason}, whole; {block} has rows of '{name}' only: use larger blocks")
         require_single_process(self.setting)
 
-    def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
+    def also_updates(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
         """Every parameter of the blocks above `block`."""
         return partition.parameters_above(block)
 
@@ -105,7 +105,7 @@ class Tail:
             weight.add_(update, alpha=-self.share * float(active.param_groups[0]["lr"]))
 
         hooks: list[RemovableHandle] = []
-        for name, parameter in self.also_moves(partition, active.block).items():
+        for name, parameter in self.also_updates(partition, active.block).items():
             hook = partial(move, is_matrix=name in matrices)
             hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
         try:

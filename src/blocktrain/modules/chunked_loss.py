@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def chunked_loss(model: nn.Module, tokens: int) -> Iterator[None]:
 
 def whole_logits(logits: Any) -> Tensor:
     """The logits of a model's output, computed now if `chunked_loss` left them out."""
-    return logits.whole() if isinstance(logits, DeferredLogits) else logits
+    return logits.through(logits.hidden) if isinstance(logits, DeferredLogits) else logits
 
 
 @torch.no_grad()
@@ -91,14 +90,14 @@ class _HeadWrapper:
 
     def __call__(self, run: Head, hidden: Tensor) -> DeferredLogits:
         trained = tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        head = partial(_run_with_weights, self.module, dict(self.module._parameters), run)
+        weights = dict(self.module._parameters)
+
+        def head(hidden: Tensor) -> Tensor:
+            """Run the output layer, later, with the weights that it has now."""
+            with substituted_parameters(self.module, weights):
+                return run(hidden)
+
         return DeferredLogits(hidden, head, trained, self.tokens)
-
-
-def _run_with_weights(module: nn.Module, weights: Mapping[str, Tensor | None], run: Head, hidden: Tensor) -> Tensor:
-    """Run the output layer later with the weights that it had when its logits were deferred."""
-    with substituted_parameters(module, weights):
-        return run(hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,18 +118,15 @@ class DeferredLogits:
         count = (target != ignore_index).sum() if reduction == "mean" else target.new_ones(())
 
         def loss_of(part: slice, hidden: Tensor) -> Tensor:
-            loss = F.cross_entropy(self._through(hidden), target[part], ignore_index=ignore_index, reduction="sum")
+            loss = F.cross_entropy(self.through(hidden), target[part], ignore_index=ignore_index, reduction="sum")
             return loss / count
 
         if not torch.is_grad_enabled():
             return _ChunkedSum.apply(loss_of, self.chunk_tokens, self.hidden.detach())
         return _ChunkedSum.apply(loss_of, self.chunk_tokens, self.hidden, *self.trained)
 
-    def whole(self) -> Tensor:
-        """Compute the logits (..., V)."""
-        return self._through(self.hidden)
-
-    def _through(self, hidden: Tensor) -> Tensor:
+    def through(self, hidden: Tensor) -> Tensor:
+        """Compute the logits (..., V) of `hidden` (..., d): all, or those of a chunk."""
         logits = self.head(hidden)
         for operation in self.operations:
             logits = operation(logits)

@@ -34,22 +34,16 @@ class HostOffload:
         storage = tensor.untyped_storage()._cdata
 
         def pack(saved: Tensor) -> Tensor | _HostCopy:
-            return self._offload(saved) if saved.untyped_storage()._cdata == storage else saved
+            if saved.untyped_storage()._cdata != storage:
+                return saved
+            if saved.is_cuda and saved.device not in self._streams:
+                self._streams[saved.device] = torch.cuda.Stream(saved.device)
+            before = None if self._last is None else self._last()
+            copy = _HostCopy(saved, self._streams.get(saved.device), before)
+            self._last = weakref.ref(copy)
+            return copy
 
         return saved_tensors_hooks(pack, lambda saved: saved.take() if isinstance(saved, _HostCopy) else saved)
-
-    def _offload(self, tensor: Tensor) -> _HostCopy:
-        before = None if self._last is None else self._last()
-        copy = _HostCopy(tensor, self._stream(tensor.device), before)
-        self._last = weakref.ref(copy)
-        return copy
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 class _HostCopy:

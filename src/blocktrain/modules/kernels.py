@@ -17,8 +17,6 @@ from blocktrain.errors import ConfigError
 
 Kernels = Literal["torch", "liger", "auto"]
 
-_LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
-
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> Literal["torch", "liger"]:
     """What `kernels` means on this machine; raises `ConfigError` where Liger is requested and not available."""
@@ -36,4 +34,4 @@ def apply_liger(model: nn.Module) -> None:
     """Replace the modules of a Hugging Face model that Liger has kernels for; other models stay as they are."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
-    _apply_liger_kernel_to_instance(model=model, **_LEFT_OUT)
+    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 SaveInput = Callable[[Tensor], AbstractContextManager[Any]]  # returns a context of saved-tensor hooks
@@ -49,26 +49,27 @@ class Recomputed:
         args, kwargs, reads_cache = self._without_cache(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if reads_cache or not self._needs_gradients(tensors):
+        trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        needs_gradients = torch.is_grad_enabled() and (trained or any(tensor.requires_grad for tensor in tensors))
+        if reads_cache or not needs_gradients:
             return run(*args, **kwargs)
         measure = _measure.get()
         if measure is not None:
             return measure(lambda: run(*args, **kwargs), tensors)
+
+        def run_flat(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            return run(*args, **kwargs)
+
         with nullcontext() if self.save_input is None or not tensors else self.save_input(tensors[0]):
             return checkpoint(
-                _call,
-                run,
-                spec,
+                run_flat,
                 *leaves,
                 use_reentrant=False,
                 # A layer in eval mode draws no random numbers, so the generators' states need not be saved.
                 preserve_rng_state=any(module.training for module in self.module.modules()),
                 context_fn=lambda: (nullcontext(), _separate_statistics(self.module)),
             )
-
-    def _needs_gradients(self, inputs: list[Tensor]) -> bool:
-        trained = any(parameter.requires_grad for parameter in self.module.parameters())
-        return torch.is_grad_enabled() and (trained or any(tensor.requires_grad for tensor in inputs))
 
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,11 +84,6 @@ class Recomputed:
         plain = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
         named = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
         return plain, named, False
-
-
-def _call(run: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
-    args, kwargs = tree_unflatten(leaves, spec)
-    return run(*args, **kwargs)
 
 
 @contextmanager

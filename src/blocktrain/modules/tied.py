@@ -19,6 +19,7 @@ adds the two gradients as it always does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
+from blocktrain.modules.wrap import NotCopied, substituted_parameters, wrap_forward
 
 NO_PADDING = -1
 
-_undo: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()  # by model: removes its wrappers
+_undo: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()  # by model: removes its wrappers
 
 
 def share_gradients(model: nn.Module) -> None:
@@ -40,76 +41,59 @@ def share_gradients(model: nn.Module) -> None:
     a time, until `unshare_gradients`."""
     if model in _undo:
         return
-    removes = []
+    undo = ExitStack()
     for embedding in model.modules():
         if not isinstance(embedding, nn.Embedding) or not embedding.weight.requires_grad:
             continue
         heads = [head for head in model.modules() if type(head) is nn.Linear and head.weight is embedding.weight]
         if heads:
-            shared = _SharedWeight()
-            removes.append(wrap_forward(embedding, _EmbeddingWrapper(embedding, shared)))
-            removes += [wrap_forward(head, _HeadWrapper(head, shared)) for head in heads]
-
-    def undo() -> None:
-        for remove in removes:
-            remove()
-
-    if removes:
-        _undo[model] = undo
+            wrapper = _EmbeddingWrapper(embedding)
+            undo.callback(wrap_forward(embedding, wrapper))
+            for head in heads:
+                undo.callback(wrap_forward(head, _HeadWrapper(head, wrapper)))
+            _undo[model] = undo
 
 
 def unshare_gradients(model: nn.Module) -> None:
     """Leave `model` as it was before `share_gradients`."""
-    undo = _undo.pop(model, None)
-    if undo is not None:
-        undo()
+    if model in _undo:
+        _undo.pop(model).close()
 
 
 @dataclass(eq=False)
-class _SharedWeight:
+class _EmbeddingWrapper(NotCopied):
     """Passes the weight from the lookup to the head: `for_head` is set between the two."""
 
-    for_head: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _EmbeddingWrapper:
     module: nn.Embedding
-    shared: _SharedWeight
+    for_head: Tensor | None = None
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         weight = self.module.weight
         if not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        with _ReplaceLookup(weight, self.shared):
+        with _ReplaceLookup(weight, self):
             return run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        return no_wrapper
 
 
 @dataclass(frozen=True, eq=False)
-class _HeadWrapper:
+class _HeadWrapper(NotCopied):
     module: nn.Linear
-    shared: _SharedWeight
+    embedding: _EmbeddingWrapper
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        weight, self.shared.for_head = self.shared.for_head, None
+        weight, self.embedding.for_head = self.embedding.for_head, None
         if weight is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         with substituted_parameters(self.module, {"weight": weight}):
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        return no_wrapper
-
 
 class _ReplaceLookup(TorchFunctionMode):
     """Inside, a lookup in `weight` is `_Lookup`, whatever else the embedding does with the result (Gemma scales it)."""
 
-    def __init__(self, weight: Tensor, shared: _SharedWeight):
+    def __init__(self, weight: Tensor, wrapper: _EmbeddingWrapper):
         super().__init__()
-        self.weight, self.shared = weight, shared
+        self.weight, self.wrapper = weight, wrapper
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,7 +103,7 @@ class _ReplaceLookup(TorchFunctionMode):
         if func is not F.embedding or args[1] is not self.weight or needs_own_kernel:
             return func(*args, **kwargs)
         padding = kwargs.get("padding_idx")
-        vectors, self.shared.for_head = _Lookup.apply(
+        vectors, self.wrapper.for_head = _Lookup.apply(
             self.weight, args[0], NO_PADDING if padding is None else padding % len(self.weight)
         )
         return vectors

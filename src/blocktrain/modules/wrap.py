@@ -46,8 +46,14 @@ def wrappers_of(module: nn.Module) -> tuple[Wrapper, ...]:
     return tuple(forward.wrappers) if isinstance(forward, _WrappedForward) else ()
 
 
-def no_wrapper(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper that does nothing: the copy of a wrapper that makes sense around the original module only."""
+class NotCopied:
+    """Base of a wrapper that makes sense around the original module only: its copy does nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        return _run_plainly
+
+
+def _run_plainly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What exists only while a block is being trained: its optimizers, their state, and its masters."""
+"""The active block of a visit: its optimizers with their state, its gradients, and its masters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blocktrain.optim.state_store import BlockState
 
 @dataclass(eq=False)
 class ActiveBlock:
-    """The block of one visit, and all that exists for the time of this visit.
+    """The block of one visit, and everything that exists only during this visit.
 
     trained: what the optimizers update, by parameter name: the masters, or the weights themselves.
     stepped_norms: with `in_backward`, the norms of the gradients that this step's backward pass has used up; else None.
@@ -160,10 +160,6 @@ class ActiveBlock:
                             on_host = key == "step" and not counts_on_device
                             restored[key] = value.to("cpu" if on_host else parameter.device, copy=True)
                     optimizer.state[parameter] = restored
-
-    def state_bytes(self) -> int:
-        """Bytes of the state's tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors()["moments"])
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors that exist only during the visit, by part of memory: "master", "gradients", "moments"."""

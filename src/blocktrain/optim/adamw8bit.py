@@ -97,26 +97,20 @@ def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     if weight.is_cuda and weight.is_contiguous() and has_bitsandbytes():
         _update_by_kernel(weight, gradient, state, group, tables)
     else:
-        _update_in_chunks(weight, gradient, state, group, tables)
+        flat, slope = weight.contiguous().view(-1), gradient.contiguous().view(-1)
+        moments = [(state[name].view(-1), state[name + "_scale"]) for name in ("exp_avg", "exp_avg_sq")]
+        for start in range(0, flat.numel(), _CHUNK):
+            end = min(start + _CHUNK, flat.numel())
+            groups = slice(start // GROUP, -(-end // GROUP))
+            mine = [(codes[start:end], scales[groups]) for codes, scales in moments]
+            averages = (decode(*mine[0], tables[0]), decode(*mine[1], tables[1]))
+            _adamw(flat[start:end], slope[start:end], averages, state["step"], group)
+            for (codes, scales), value, table in zip(mine, averages, tables, strict=True):
+                encode(value, codes, scales, table)
+        if not weight.is_contiguous():
+            weight.copy_(flat.view(weight.shape))
     # A second average that is tiny within its group must not become 0: the next step divides by it.
     state["exp_avg_sq"].clamp_(min=1)
-
-
-def _update_in_chunks(
-    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], tables: list[Tensor]
-) -> None:
-    flat, slope = weight.contiguous().view(-1), gradient.contiguous().view(-1)
-    moments = [(state[name].view(-1), state[name + "_scale"]) for name in ("exp_avg", "exp_avg_sq")]
-    for start in range(0, flat.numel(), _CHUNK):
-        end = min(start + _CHUNK, flat.numel())
-        groups = slice(start // GROUP, -(-end // GROUP))
-        mine = [(codes[start:end], scales[groups]) for codes, scales in moments]
-        averages = (decode(*mine[0], tables[0]), decode(*mine[1], tables[1]))
-        _adamw(flat[start:end], slope[start:end], averages, state["step"], group)
-        for (codes, scales), value, table in zip(mine, averages, tables, strict=True):
-            encode(value, codes, scales, table)
-    if not weight.is_contiguous():
-        weight.copy_(flat.view(weight.shape))
 
 
 def _update_by_kernel(

@@ -21,13 +21,13 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import activate, release
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
+from blocktrain.optim.block_weights import BlockWeights
 from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory, Undecayed, norms_and_biases
-from blocktrain.optim.frozen_weights import FrozenWeights
 from blocktrain.optim.master import LowBits
-from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice
 from blocktrain.optim.precision import FP32, Precision
-from blocktrain.optim.state_store import BlockState, Drop, FrozenStates, StateStore, to_host
+from blocktrain.optim.state_store import BlockState, Drop, StateStore, to_host
 from blocktrain.optim.step_in_backward import BackwardUpdate, StepInBackward
+from blocktrain.optim.weight_store import OnDevice, WeightLocation
 
 
 class BlockOptimizer:
@@ -41,12 +41,12 @@ class BlockOptimizer:
     state: where the moments are stored between visits: `Drop()`, `KeepOnHost()`, `KeepOnDisk(folder)`.
     precision: `FP32`; or weights in less than fp32 and an fp32 master of the active block only: `BF16_EXACT`, `BF16`
         (masters are rebuilt at each visit), `INT8`, `NF4` (frozen weights are quantized, exact masters on the host).
-    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Offloaded weights read as NaN outside the
-        forward pass: see `block_weights`, `model.state_dict()` and `close`.
+    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Weights that are quantized or on the host
+        read as NaN outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
-    tail: moves other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
+    tail: updates other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
     in_backward: step each weight inside the backward pass, of which there must be one a step (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
@@ -60,7 +60,7 @@ class BlockOptimizer:
         *,
         state: StateStore | None = None,
         precision: Precision = FP32,
-        frozen: FrozenPlace = OnDevice(),  # noqa: B008 - a value
+        frozen: WeightLocation = OnDevice(),  # noqa: B008 - a value
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
@@ -68,7 +68,10 @@ class BlockOptimizer:
         in_backward: bool = False,
         **kwargs: Any,
     ):
-        _require_kinds(partition, optimizer_class)
+        if not isinstance(partition, Partition):
+            raise ConfigError(f"a {type(partition).__name__} is no partition: give bt.partition(model, num_blocks=3)")
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise ConfigError(f"{optimizer_class!r} is no optimizer class: give one such as torch.optim.AdamW")
         self.partition = partition
         self.factory = OptimizerFactory(partition, (optimizer_class, kwargs), others, undecayed, precision.moments)
         self.store: StateStore = state if state is not None else Drop()
@@ -79,14 +82,17 @@ class BlockOptimizer:
         self.in_backward = in_backward
         self.steps = 0
         self.changed_at = [0] * len(partition)  # by block: the step that last updated it
-        self._states = FrozenStates(self.store)
+        # The states of blocks that were active in the checkpoint that was loaded, until their next activation.
+        self._pending: dict[int, BlockState] = {}
         self._active: ActiveBlock | None = None
-        self._moving: list[int] = []  # the blocks that steps of this visit move
+        self._updated: list[int] = []  # the blocks that steps of this visit update
+        # What updates weights inside each backward pass, in the order in which it acts.
+        self.backward_updates = [*([] if tail is None else [tail]), *([StepInBackward()] if in_backward else [])]
         for update in self.backward_updates:
             update.require(partition, precision, frozen)
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
         release(partition)
-        self._frozen = FrozenWeights(partition, precision, frozen)
+        self._weights = BlockWeights(partition, precision, frozen)
         self.store.clear()
 
     def rebind(self, partition: Partition) -> BlockOptimizer:
@@ -133,27 +139,29 @@ class BlockOptimizer:
 
     def _activate(self, block: Block) -> None:
         activate(self.partition, block, frozen_dropout=self.frozen_dropout)
-        masters = self._frozen.activate(block)
+        masters = self._weights.activate(block)
         trained = masters.parameters if masters else block.parameters
         active = ActiveBlock(block, trained, self.factory.build(trained), masters)
         for index in block.members:
-            if (state := self._states.take(index)) is not None:
+            state = self._pending[index] if index in self._pending else self.store.get(index)
+            self._pending.pop(index, None)
+            if state is not None:
                 active.restore(state)
-        also_moved = self.tail_of(block).keys()
-        above = [other.index for other in self.partition if also_moved & other.parameters.keys()]
-        self._active, self._moving = active, [*block.members, *above]
+        tail = self.tail_of(block).keys()
+        above = [other.index for other in self.partition if tail & other.parameters.keys()]
+        self._active, self._updated = active, [*block.members, *above]
 
     def _retire(self) -> None:
         active, self._active = self.active_block, None
         block = active.block
-        self._frozen.retire(block, active.masters)
+        self._weights.retire(block, active.masters)
         release(self.partition)
         try:
             for index in block.members:
                 self.store.put(index, active.state(self.partition[index]))
         finally:
             del active  # frees masters and moments, before quantizing takes memory
-            self._frozen.offload(block)
+            self._weights.store(block)
 
     # -- inside a visit -------------------------------------------------------------------------------------------
 
@@ -171,12 +179,6 @@ class BlockOptimizer:
         return self._active
 
     @property
-    def backward_updates(self) -> list[BackwardUpdate]:
-        """What moves weights inside each backward pass, in the order in which it acts."""
-        updates: list[BackwardUpdate] = [] if self.tail is None else [self.tail]
-        return [*updates, StepInBackward()] if self.in_backward else updates
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The active optimizers' groups, as in `torch.optim.Optimizer`."""
         return self.active_block.param_groups
@@ -185,7 +187,7 @@ class BlockOptimizer:
         """One optimizer step on the active block. With masters this frees the gradients."""
         self.active_block.step()
         self.steps += 1
-        for index in self._moving:
+        for index in self._updated:
             self.changed_at[index] = self.steps
 
     def zero_grad(self) -> None:
@@ -208,22 +210,22 @@ class BlockOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of the active optimizers' state tensors (for Adam: both moments and the step counts)."""
-        return self.active_block.state_bytes()
+        return sum(tensor.nbytes for tensor in self.active_block.tensors()["moments"])
 
     # -- for any block --------------------------------------------------------------------------------------------
 
     def tail_of(self, block: Block) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that move in a visit to `block` beyond its own; with `bt.Tail` all those above."""
+        """The parameters, by name, that a visit to `block` updates beyond its own; with `bt.Tail` all those above."""
         return {
             name: parameter
             for update in self.backward_updates
-            for name, parameter in update.also_moves(self.partition, block).items()
+            for name, parameter in update.also_updates(self.partition, block).items()
         }
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All tensors in addition to the model's own, by part of memory: the visit's "master", "gradients" and
         "moments"; "frozen" weights that are quantized; on the "host", what is stored there of frozen blocks."""
-        return {**self._frozen.tensors(), **({} if self._active is None else self._active.tensors())}
+        return {**self._weights.tensors(), **({} if self._active is None else self._active.tensors())}
 
     def predicted_state_bytes(self, block: Block) -> int:
         """What `state_bytes` will be in a visit to `block`, found by a step on tensors without memory."""
@@ -232,12 +234,12 @@ class BlockOptimizer:
     def weight_bytes(self, block: Block) -> int:
         """Device memory of the model's weights in a visit to `block`, without layers that are materialized as they
         run."""
-        return self._frozen.device_bytes(block)
+        return self._weights.device_bytes(block)
 
     def copy_weights(self, sources: Mapping[str, str]) -> None:
         """Give weights (keys: names) the values of others (values: names), between visits."""
         self._require_between_visits("copying")
-        self._frozen.copy(sources)
+        self._weights.copy(sources)
         touched = [block.index for block in self.partition if sources.keys() & block.parameters.keys()]
         self.changed_at = [self.steps if index in touched else at for index, at in enumerate(self.changed_at)]
 
@@ -245,7 +247,7 @@ class BlockOptimizer:
         """Turn the model into an ordinary one again, every weight on its device. The optimizer cannot be used after
         that."""
         self._require_between_visits("closing")
-        self._frozen.close()
+        self._weights.close()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class BlockOptimizer:
         Blocks that were active in the checkpoint that was loaded count as active until their next activation.
         """
         return {
-            "active": list(self._states.pending if self._active is None else self._active.block.members),
+            "active": list(self._pending if self._active is None else self._active.block.members),
             "steps": self.steps,
             "changed_at": list(self.changed_at),
         }
@@ -265,33 +267,33 @@ class BlockOptimizer:
         stored for it; None if there is none."""
         if self._active is not None and index in self._active.block.members:
             return to_host(self._active.state(self.partition[index]))
-        return self._states.get(index)
+        return self._pending[index] if index in self._pending else self.store.get(index)
 
     def has_state(self, index: int) -> bool:
         """Whether `block_state` would return something, without reading it."""
         is_active = self._active is not None and index in self._active.block.members
-        return is_active or self._states.holds(index)
+        return is_active or index in self._pending or self.store.holds(index)
 
     def block_weights(self, index: int) -> dict[str, Tensor]:
         """Block `index`'s weights as training left them, before quantizing, on the host; must not be changed."""
-        return self._frozen.weights(self.partition[index])
+        return self._weights.weights(self.partition[index])
 
     def load_block_weights(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Replace block `index`'s weights, between visits; raises `CheckpointError` if one is missing."""
         self._require_between_visits("loading")
-        self._frozen.load_weights(self.partition[index], weights)
+        self._weights.load_weights(self.partition[index], weights)
 
     def block_low_bits(self, index: int) -> LowBits:
-        """What the weights of block `index` leave out of its fp32 values (int16); empty where that is not kept."""
+        """The bits of block `index`'s fp32 masters that its weights lack (int16); empty where they are not kept."""
         active = self._active
         if active is not None and index in active.block.members and active.masters is not None:
             return active.masters.low_bits(self.partition[index].parameters)
-        return self._frozen.low_bits(self.partition[index])
+        return self._weights.low_bits[index]
 
     def has_low_bits(self, index: int) -> bool:
         """Whether `block_low_bits` would return something, without computing it."""
         is_active = self._active is not None and index in self._active.block.members
-        return self.precision.has_master if is_active else bool(self._frozen.low_bits(self.partition[index]))
+        return self.precision.has_master if is_active else bool(self._weights.low_bits[index])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model's weights: `progress`, and each block's state and low bits."""
@@ -309,10 +311,14 @@ class BlockOptimizer:
         """
         self._require_between_visits("loading")
         _require_matching(saved, self.partition, self.precision)
-        self._states.load(saved["blocks"], active=saved["active"])
+        self.store.clear()
+        self._pending = {index: state for index, state in saved["blocks"].items() if index in saved["active"]}
+        for index, state in saved["blocks"].items():
+            if index not in self._pending:
+                self.store.put(index, state)
         self.steps = saved["steps"]
         self.changed_at = list(saved["changed_at"])
-        self._frozen.load_low_bits([dict(saved["low_bits"].get(block.index, {})) for block in self.partition])
+        self._weights.low_bits = [dict(saved["low_bits"].get(block.index, {})) for block in self.partition]
 
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
@@ -338,10 +344,3 @@ def _require_matching(saved: Mapping[str, Any], partition: Partition, precision:
                 f"the saved block {block.index} has low bits of {len(low_bits)} parameters, precision "
                 f"'{precision.name}' needs {len(expected)}; resume with the precision it was saved with"
             )
-
-
-def _require_kinds(partition: object, optimizer_class: object) -> None:
-    if not isinstance(partition, Partition):
-        raise ConfigError(f"a {type(partition).__name__} is no partition: give bt.partition(model, num_blocks=3)")
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise ConfigError(f"{optimizer_class!r} is no optimizer class: give one such as torch.optim.AdamW")

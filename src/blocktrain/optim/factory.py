@@ -1,11 +1,10 @@
-"""How the optimizers of a block are made: from a class, its options, and which parameters it takes and decays."""
+"""Builds the optimizers of a block from a class and its options, and decides which parameters each takes and decays."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -93,9 +92,15 @@ class OptimizerFactory:
         others = {name: p for name, p in trained.items() if name not in taken}
         optimizers = []
         for (cls, options), mine in ((self.choice, taken), (self.others, others)):
-            if mine:
-                kept = {key: value for key, value in options.items() if key not in without}
-                optimizers.append(cls(self._groups(cls, mine), **kept))
+            if not mine:
+                continue
+            groups: list[dict[str, Any]] = [{"params": list(mine.values())}]
+            if "weight_decay" in inspect.signature(cls).parameters:
+                decayed = [p for name, p in mine.items() if name not in self._undecayed]
+                plain = [p for name, p in mine.items() if name in self._undecayed]
+                groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+            kept = {key: value for key, value in options.items() if key not in without}
+            optimizers.append(cls([group for group in groups if group["params"]], **kept))
         return optimizers
 
     def state_bytes(self, block: Block, master: torch.dtype | None) -> int:
@@ -105,18 +110,14 @@ class OptimizerFactory:
             for name, p in block.parameters.items()
         }
         optimizers = self.build(trained, without=("fused", "foreach", "capturable"))
-        step_without_memory(optimizers)
+        with MetaScalarsReadAsOne():
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.empty_like(parameter)
+                optimizer.step()
         states = [entries for optimizer in optimizers for entries in optimizer.state.values()]
         return sum(value.nbytes for entries in states for value in entries.values() if torch.is_tensor(value))
-
-    def _groups(self, cls: type, mine: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """A group of parameters with weight decay and one without, unless they are empty."""
-        if "weight_decay" not in inspect.signature(cls).parameters:
-            return [{"params": list(mine.values())}]
-        decayed = [p for name, p in mine.items() if name not in self._undecayed]
-        plain = [p for name, p in mine.items() if name in self._undecayed]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
 
 
 def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
@@ -178,30 +179,17 @@ def hidden_matrices(partition: Partition) -> set[str]:
 
 
 def steps_parameters_independently(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step moves each parameter by its own gradient and state alone, so that it can be taken one by one.
+    """Whether a step updates each parameter by its own gradient and state alone, so that it can be taken one by one.
 
     That is true for the classes of `torch.optim`; others may count steps once for a whole group.
     """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") or isinstance(optimizer, AdamW8bit)
 
 
-def step_without_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Take a step on parameters of the meta device. The state that it leaves has the shapes of a real one."""
-    with meta_scalars_read_as_one():
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
-
-
-def meta_scalars_read_as_one() -> AbstractContextManager[object]:
+class MetaScalarsReadAsOne(EagerDispatchMode):
     """Inside, a step on tensors without memory may read a number from a tensor (Adafactor reads a norm, ASGD a rate)
     and gets 1, since any number will do. Numbers in real tensors are read as they are."""
-    return _MetaScalarsReadAsOne()
 
-
-class _MetaScalarsReadAsOne(EagerDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return 1.0

@@ -1,4 +1,4 @@
-"""The active block's high-precision copy, for models whose weights are stored in less than fp32.
+"""Masters: the active block's fp32 copy, which the optimizer updates, for models whose weights are stored in bf16.
 
 activate   master = join(bf16 weight, low bits)             exact
 backward   the first micro-batch's gradient stays in bf16; from the second one on gradients are summed in fp32
@@ -8,8 +8,9 @@ retire     weight, low bits = split(master);  the master is freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class Masters:
     """What the optimizers update in place of a block's weights; they exist during a visit.
 
     For bf16 weights these are fp32 masters. For fp32 weights of which the block owns only some rows they are views of
-    those rows. low_bits: what the weights leave out of their masters; a weight that is not named leaves out nothing.
+    those rows. low_bits: the bits of the masters that their bf16 weights lack; a weight that is not named lacks none.
 
     Memory for a bf16 parameter: 4 bytes; its gradient takes 2 bytes with one micro-batch a step (and fp32 for one
     weight at a time), 4 with several. Autograd computes the gradient of all rows of a weight; only the block's rows are
@@ -34,35 +35,27 @@ class Masters:
 
     def __init__(self, block: Block, low_bits: LowBits):
         self.block = block
-        self.parameters = {name: nn.Parameter(self._joined(name, low_bits.get(name))) for name in block.parameters}
+        self.parameters: dict[str, nn.Parameter] = {}
         self.collected: dict[str, Tensor] = {}  # gradients: in bf16 from one micro-batch, in fp32 from several
         self._factor: Tensor | None = None  # scales all gradients; applied when they are converted to fp32
-        self._hooks: list[RemovableHandle] = [
-            weight.register_post_accumulate_grad_hook(self._collector(name))
-            for name, weight in block.parameters.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for name, weight in block.parameters.items():
+            part, bits = block.part(name, weight.data), low_bits.get(name)
+            self.parameters[name] = nn.Parameter(part.float() if bits is None else join(part, bits.to(part.device)))
+            self._hooks.append(weight.register_post_accumulate_grad_hook(partial(self._collect, name)))
 
-    def _joined(self, name: str, low_bits: Tensor | None) -> Tensor:
-        part = self.block.part(name, self.block.parameters[name].data)
-        return part.float() if low_bits is None else join(part, low_bits.to(part.device))
-
-    def _collector(self, name: str) -> Callable[[Tensor], None]:
-        """A hook that takes each micro-batch's gradient from its weight; sums in bf16 would lose the small ones."""
-        owns_all_rows = name not in self.block.rows
-
-        def collect(weight: Tensor) -> None:
-            if weight.grad is None:
-                return
-            if self._factor is not None:
-                self.gradients()
-            gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
-            if before is None:
-                self.collected[name] = gradient if owns_all_rows else gradient.clone()
-            else:
-                self.collected[name] = before.to(torch.float32).add_(gradient)
-            weight.grad = None
-
-        return collect
+    def _collect(self, name: str, weight: Tensor) -> None:
+        """Take a micro-batch's gradient from its weight, where the next ones would be added to it in bf16."""
+        if weight.grad is None:
+            return
+        if self._factor is not None:
+            self.gradients()
+        gradient, before = self.block.part(name, weight.grad), self.collected.get(name)
+        if before is not None:
+            self.collected[name] = before.to(torch.float32).add_(gradient)
+        else:
+            self.collected[name] = gradient.clone() if name in self.block.rows else gradient
+        weight.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """All collected gradients, converted to fp32."""
@@ -97,14 +90,14 @@ class Masters:
         At the end these gradients are freed, and the model's bf16 weights are the halves of their masters. (fp32
         weights share their memory with the masters.)
         """
-        moving = [name for name in names if name in self.collected]
-        for name in moving:
+        stepped = [name for name in names if name in self.collected]
+        for name in stepped:
             self.parameters[name].grad = self._in_fp32(name)
             del self.collected[name]
         yield
-        for name in moving:
+        for name in stepped:
             self.parameters[name].grad = None
-        self.write_weights(moving)
+        self.write_weights(stepped)
 
     @torch.no_grad()
     def write_weights(self, names: Iterable[str] | None = None) -> None:
@@ -115,7 +108,7 @@ class Masters:
                 self.block.part(name, weight).copy_(upper_half(self.parameters[name].data))
 
     def low_bits(self, names: Iterable[str]) -> LowBits:
-        """What the bf16 weights among `names` leave out of their masters now. fp32 weights leave out nothing."""
+        """The bits of the masters that the bf16 weights among `names` lack now. fp32 weights lack none."""
         return {
             name: split(self.parameters[name].data)[1].cpu()
             for name in names
@@ -130,13 +123,9 @@ class Masters:
 
 
 @torch.no_grad()
-def lower(parameters: Mapping[str, nn.Parameter]) -> LowBits:
-    """Store `parameters` in bf16, in place. Returns the low bits that bf16 leaves out."""
-    low_bits = {}
-    for name, parameter in parameters.items():
-        if parameter.dtype == torch.bfloat16:
-            low_bits[name] = torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
-        else:
-            parameter.data, left_out = split(parameter.data.float())
-            low_bits[name] = left_out.cpu()
-    return low_bits
+def lower(parameter: nn.Parameter) -> Tensor:
+    """Convert `parameter` to bf16, in place. Returns the low bits that bf16 leaves out (int16, on the host)."""
+    if parameter.dtype == torch.bfloat16:
+        return torch.zeros_like(parameter, dtype=torch.int16, device="cpu")
+    parameter.data, low_bits = split(parameter.data.float())
+    return low_bits.cpu()

@@ -1,4 +1,4 @@
-"""The storage format of each kind of tensor, as one typed value; and the exact split of fp32 into bf16 and 16 low bits.
+"""The formats of weights, masters and moments, as one typed value, and the exact split of fp32 into bf16 and low bits.
 
                 frozen weights   computed in   master              between visits
     fp32        fp32             fp32          none                -

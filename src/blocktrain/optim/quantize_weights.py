@@ -1,4 +1,4 @@
-"""Quantizes weights to 8 or 4 bits while nothing computes with them, and dequantizes them.
+"""Quantizes weights to 8 or 4 bits, for the time in which nothing computes with them, and dequantizes them.
 
     int8   symmetric, one bf16 scale for 128 weights: 8.125 bits a weight
     nf4    NormalFloat4, the 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA, appendix E), one bf16
@@ -10,7 +10,6 @@ group's scale, computed in fp32 and rounded once, so every device and kernel giv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -44,39 +43,24 @@ class Quantized:
         """The weight, from `self.parts` or from copies of them on another device. A new tensor, except for fp32 and
         bf16."""
         parts = self.parts if parts is None else parts
-        match self.format:
-            case "int8":
-                codes, scales = parts
-                return _dequantize_int8(codes, scales, self.shape, self.dtype)
-            case "nf4":
-                codes, scales = parts
-                return _dequantize_nf4(codes, scales, self.shape, self.dtype)
-            case _:
-                return parts[0]
+        if self.format in ("fp32", "bf16"):
+            return parts[0]
+        codes, scales = parts
+        if self.format == "int8":  # a code has 7 bits and a scale 8: their product is exact before it is rounded
+            weight = codes.to(self.dtype).mul_(scales.to(self.dtype).unsqueeze(1))
+        else:
+            weight = _dequantize_nf4(codes, scales, self.dtype)
+        return weight.view(-1)[: self.shape.numel()].view(self.shape)
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, form: Format) -> Quantized:
     """Quantize `weight` on its device. "fp32" and "bf16" leave it as it is."""
-    match form:
-        case "int8":
-            parts = _in_chunks(weight, _quantize_int8)
-        case "nf4":
-            parts = _in_chunks(weight, _quantize_nf4)
-        case _:
-            parts = (weight,)
-    return Quantized(form, weight.shape, weight.dtype, parts)
-
-
-def _groups(flat: Tensor, size: int) -> Tensor:
-    """(groups, size) in fp32, padded with zeros."""
-    return pad(flat, (0, -flat.numel() % size)).view(-1, size).float()
-
-
-def _in_chunks(weight: Tensor, quantize_flat: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the whole weight."""
-    chunks = [quantize_flat(part) for part in weight.reshape(-1).split(_CHUNK)]
-    return torch.cat([codes for codes, _ in chunks]), torch.cat([scales for _, scales in chunks])
+    if form in ("fp32", "bf16"):
+        return Quantized(form, weight.shape, weight.dtype, (weight,))
+    quantize_flat = _quantize_int8 if form == "int8" else _quantize_nf4
+    codes, scales = zip(*[quantize_flat(part) for part in weight.reshape(-1).split(_CHUNK)], strict=True)
+    return Quantized(form, weight.shape, weight.dtype, (torch.cat(codes), torch.cat(scales)))
 
 
 def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,12 +72,6 @@ def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _dequantize_int8(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    # A code has 7 bits and a scale 8: their product is exact before it is rounded.
-    weight = codes.to(dtype).mul_(scales.to(dtype).unsqueeze(1))
-    return weight.view(-1)[: shape.numel()].view(shape)
-
-
 def _quantize_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
     groups = _groups(flat, NF4_GROUP)
     scales = groups.abs().amax(1).to(torch.bfloat16)
@@ -103,11 +81,21 @@ def _quantize_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
     return high << 4 | low, scales
 
 
-def _dequantize_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _groups(flat: Tensor, size: int) -> Tensor:
+    """(groups, size) in fp32, padded with zeros."""
+    return pad(flat, (0, -flat.numel() % size)).view(-1, size).float()
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """The scales to divide by. A group of zeros has scale 0, and any code will do."""
+    return scales.float().masked_fill_(scales == 0, 1).unsqueeze(1)
+
+
+def _dequantize_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The flat weight, with its padding."""
     if codes.is_cuda and has_bitsandbytes():
         padded = [2 * codes.numel()]
-        weight = torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
-        return weight.view(-1)[: shape.numel()].view(shape)
+        return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
     values = torch.tensor(NF4_VALUES, device=codes.device)
     pairs = torch.cartesian_prod(values, values)  # (256, 2): the two values of each byte
     weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
@@ -116,12 +104,7 @@ def _dequantize_nf4(codes: Tensor, scales: Tensor, shape: torch.Size, dtype: tor
         groups = pairs[codes[start // 2 : end // 2].int()].view(-1, NF4_GROUP)
         groups *= scales[start // NF4_GROUP : end // NF4_GROUP].unsqueeze(1)
         weight[start:end] = groups.view(-1)
-    return weight[: shape.numel()].view(shape)
-
-
-def _divisor(scales: Tensor) -> Tensor:
-    """The scales to divide by. A group of zeros has scale 0, and any code will do."""
-    return scales.float().masked_fill_(scales == 0, 1).unsqueeze(1)
+    return weight
 
 
 @cache

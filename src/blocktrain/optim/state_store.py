@@ -1,6 +1,6 @@
-"""Where a block's optimizer state is stored while the block is frozen: nowhere, on the host, or on disk.
+"""Stores a block's optimizer state while the block is frozen: nowhere, on the host, or on disk.
 
-State is `{parameter name: {key: value}}`, with tensors or plain numbers as values, as the optimizer keeps them.
+The state is `{parameter name: {key: value}}`, with tensors or plain numbers as values, as the optimizer keeps them.
 
 `put` and `prefetch` return at once and the work goes on in the background; `get` waits for it, and an error is raised
 at the store's next use. A crash loses what was still being written. That does no harm, because a run resumes from its
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -29,40 +29,6 @@ from torch import Tensor
 
 from blocktrain.errors import CheckpointError, ConfigError, nearest, storage_errors
 from blocktrain.runtime import SideStream
-
-T = TypeVar("T")
-
-
-class BackgroundWorker:
-    """A thread that starts with the first piece of work. The process does not end before the last one is done."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[Any]] = []
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Start `work` when all work submitted before it is done."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"blocktrain-{self._name}")
-        future = self._executor.submit(work)
-        self._pending.append(future)
-        return future
-
-    def wait(self) -> None:
-        """Return when all work is done. Raises the first error, once."""
-        submitted, self._pending = self._pending, []
-        errors = [future.exception() for future in submitted]
-        for error in errors:
-            if error is not None:
-                raise error
-
-    def discard_pending(self) -> None:
-        """Return when all work is done, and ignore its errors."""
-        submitted, self._pending = self._pending, []
-        for future in submitted:
-            future.exception()
-
 
 BlockState = dict[str, dict[str, Any]]
 
@@ -161,26 +127,31 @@ class KeepOnDisk:
     """Store state in `folder`, one safetensors file a block. A file is replaced as a whole; files of an earlier run are
     deleted.
 
-    One thread writes and reads, one file after another. Host memory: the states on their way, of one or two blocks.
+    One thread writes and reads, one file after another; the process does not end before it is done. Host memory: the
+    states on their way, of one or two blocks.
     """
 
     folder: Path
     kept: set[int] = field(default_factory=set, init=False, repr=False)
-    _worker: BackgroundWorker = field(default_factory=lambda: BackgroundWorker("state"), init=False, repr=False)
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="blocktrain-state"), init=False, repr=False
+    )
+    _submitted: list[Future[Any]] = field(default_factory=list, init=False, repr=False)
     _read: dict[int, Future[BlockState]] = field(default_factory=dict, init=False, repr=False)
 
     def put(self, block: int, state: BlockState) -> None:
         """Copy `state` to the host and start to write it."""
         copy = to_host(state)
         self._read.pop(block, None)
-        self._worker.wait()
-        self._worker.submit(lambda: self._write(block, copy))
+        self._wait()
+        self._submitted.append(self._thread.submit(self._write, block, copy))
         self.kept.add(block)
 
     def prefetch(self, block: int) -> None:
         """Start to read the state that was put last for this block."""
         if block in self.kept and block not in self._read:
-            self._read[block] = self._worker.submit(lambda: self._load(block))
+            self._read[block] = self._thread.submit(self._load, block)
+            self._submitted.append(self._read[block])
 
     def get(self, block: int) -> BlockState | None:
         """The state that was put last for this block.
@@ -190,7 +161,7 @@ class KeepOnDisk:
             return None
         self.prefetch(block)
         read = self._read.pop(block)
-        self._worker.wait()
+        self._wait()
         return read.result()
 
     def holds(self, block: int) -> bool:
@@ -200,11 +171,21 @@ class KeepOnDisk:
     def clear(self) -> None:
         """Delete this store's files; other files in the folder stay."""
         self._read.clear()
-        self._worker.discard_pending()
+        wait(self._submitted)  # and ignore their errors
+        self._submitted.clear()
         self.kept.clear()
         with storage_errors(self.folder):
             for path in Path(self.folder).glob("block-*.safetensors"):
                 path.unlink()
+
+    def _wait(self) -> None:
+        """Return when the thread is done. Raises its first error, once."""
+        submitted = self._submitted.copy()
+        self._submitted.clear()
+        errors = [future.exception() for future in submitted]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _write(self, block: int, state: BlockState) -> None:
         path = self._path(block)
@@ -227,10 +208,8 @@ class KeepOnDisk:
         return Path(self.folder) / f"block-{block}.safetensors"
 
 
-StoreFactory = Callable[[Path], StateStore]
-
 # Name, as in `optimizer.state` of a configuration -> what makes the store of one rank, given its folder.
-STATE_STORES: dict[str, StoreFactory] = {
+STATE_STORES: dict[str, Callable[[Path], StateStore]] = {
     "drop": lambda folder: Drop(),
     "host": lambda folder: KeepOnHost(),
     "disk": KeepOnDisk,
@@ -242,37 +221,6 @@ def make_state_store(name: str, folder: Path) -> StateStore:
     if name not in STATE_STORES:
         raise ConfigError(f"optimizer.state '{name}' is unknown; {nearest(name, STATE_STORES)}")
     return STATE_STORES[name](folder)
-
-
-class FrozenStates:
-    """The states of all frozen blocks: in `store`, except the states of blocks that were active when the checkpoint was
-    saved. These are pending here until their block's next activation, whatever the store does with state."""
-
-    def __init__(self, store: StateStore):
-        self.store = store
-        self.pending: dict[int, BlockState] = {}
-
-    def get(self, block: int) -> BlockState | None:
-        """A block's state on the host, which must not be changed; None if there is none."""
-        return self.pending[block] if block in self.pending else self.store.get(block)
-
-    def take(self, block: int) -> BlockState | None:
-        """As `get`, for the block's activation: its state is no longer pending."""
-        state = self.get(block)
-        self.pending.pop(block, None)
-        return state
-
-    def holds(self, block: int) -> bool:
-        """Whether `get` would return something."""
-        return block in self.pending or self.store.holds(block)
-
-    def load(self, states: Mapping[int, BlockState], *, active: Collection[int]) -> None:
-        """Forget everything and take `states`; those of the blocks `active` become pending."""
-        self.store.clear()
-        self.pending = {index: state for index, state in states.items() if index in active}
-        for index, state in states.items():
-            if index not in active:
-                self.store.put(index, state)
 
 
 def _map_tensors(state: BlockState, change: Callable[[Tensor], Tensor]) -> BlockState:

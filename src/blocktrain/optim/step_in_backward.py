@@ -7,9 +7,9 @@
 
 All gradients of a block together take as much memory as its weights; one at a time, they take as much as the largest
 matrix (the fused update of LOMO, Lv et al. 2023; `optimizer_in_bwd` in torchtune). A weight may be updated at that
-moment, because nothing that is still to be differentiated uses it. Each weight moves by its own gradient and state, so
-the result is the same bit for bit. The price: a step is one backward pass, its learning rate is set before it,
-gradients of micro-batches or of several processes cannot be summed first, and gradients cannot be clipped, because
+moment, because nothing that is still to be differentiated uses it. Each weight is updated by its own gradient and
+state, so the result is the same bit for bit. The price: a step is one backward pass, its learning rate is set before
+it, gradients of micro-batches or of several processes cannot be summed first, and gradients cannot be clipped, because
 their total norm is known only when all weights are updated.
 """
 
@@ -27,28 +27,28 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import ConfigError
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.factory import steps_parameters_independently
-from blocktrain.optim.offloaded_weights import FrozenPlace
 from blocktrain.optim.precision import Precision
+from blocktrain.optim.weight_store import WeightLocation
 
 
 class BackwardUpdate(Protocol):
-    """Moves weights inside the backward passes of every visit. `BlockOptimizer(tail=...)` takes one."""
+    """Updates weights inside the backward passes of every visit. `BlockOptimizer(tail=...)` takes one."""
 
     @property
     def setting(self) -> str:
         """How a user has asked for it, as error messages quote it: "tail = 'sgd'"."""
         ...
 
-    def require(self, partition: Partition, precision: Precision, frozen: FrozenPlace) -> None:
+    def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         """Raise `ConfigError` if these weights cannot be updated in a backward pass."""
         ...
 
-    def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that it moves in a visit to `block` beyond the block's own."""
+    def also_updates(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
+        """The parameters, by name, that it updates in a visit to `block` beyond the block's own."""
         ...
 
     def updating(self, partition: Partition, active: ActiveBlock) -> AbstractContextManager[None]:
-        """Inside, every backward pass moves weights. There must be exactly one backward pass a step.
+        """Inside, every backward pass updates weights. There must be exactly one backward pass a step.
 
         It is entered when `active` is activated and exited before it retires.
         """
@@ -70,11 +70,11 @@ class StepInBackward:
 
     setting = "in_backward = true"
 
-    def require(self, partition: Partition, precision: Precision, frozen: FrozenPlace) -> None:
+    def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         """Raise `ConfigError` if there are several processes."""
         require_single_process(self.setting)
 
-    def also_moves(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
+    def also_updates(self, partition: Partition, block: Block) -> dict[str, nn.Parameter]:
         """Nothing beyond the block's own parameters."""
         return {}
 

@@ -13,8 +13,9 @@ The losses of the ranks are weighted by their share of the step's rows, so gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,9 +39,12 @@ class DataParallel(BatchParallel):
     def visit(self, active: TrainedBlock) -> Iterator[None]:
         """Hooks are on the active block's weights inside; at the end its weights are compared."""
         self._active, self._statistics = active, batch_norm_statistics(active.block)
-        with GradientAllReduce(self.ranks, active, self.config) as self._gradients:
+        self._gradients = GradientAllReduce(self.ranks, active, self.config)
+        try:
             yield
             assert_replicas_equal(self.ranks, active.block, active.trained)
+        finally:
+            self._gradients.close()
 
     @contextmanager
     def gradient_sync(self) -> Iterator[None]:
@@ -72,36 +76,41 @@ class GradientAllReduce:
         self._running = False
         self._missing: list[set[str]] = []  # by bucket: the gradients that this backward pass has not completed
         self._started = 0  # buckets
-        self._hooks = ExitStack()
-        for name in self._bucket_of:
-            # It runs after the hook of the masters, which was registered first and moves the gradient to its place.
-            handle = active.block.parameters[name].register_post_accumulate_grad_hook(self._on_gradient(name))
-            self._hooks.callback(handle.remove)
+        # They run after the hooks of the masters, which were registered first and move each gradient to its place.
+        self._hooks = [
+            active.block.parameters[name].register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            for name in self._bucket_of
+        ]
 
-    def __enter__(self) -> GradientAllReduce:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+    def close(self) -> None:
+        """Remove the hooks: the visit is over."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Wraps the backward pass that completes the gradients."""
+        """Wraps the backward pass that completes the gradients. At the end they are sums; one that no rank has is None
+        again."""
         self._missing, self._started, self._running = [set(bucket) for bucket in self._buckets], 0, True
         try:
             yield
         finally:
             self._running = False
-        self._finish()
+        present = torch.tensor([self._active.gradient(name) is not None for name in self._bucket_of], dtype=torch.int32)
+        while self._started < len(self._buckets):  # what the backward pass has not completed
+            self._start_next_bucket()
+        wait_for_counts = self._ranks.all_reduce(present)
+        self._all_reduce.wait()
+        wait_for_counts()
+        for name, count in zip(self._bucket_of, present.tolist(), strict=True):
+            if not count:
+                self._active.put_gradient(name, None)
 
-    def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def hook(_weight: Tensor) -> None:
-            if self._running:
-                self._missing[self._bucket_of[name]].discard(name)
-                while self._started < len(self._buckets) and not self._missing[self._started]:
-                    self._start_next_bucket()
-
-        return hook
+    def _on_gradient(self, name: str, _weight: Tensor) -> None:
+        if self._running:
+            self._missing[self._bucket_of[name]].discard(name)
+            while self._started < len(self._buckets) and not self._missing[self._started]:
+                self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
         gradients = []
@@ -116,15 +125,3 @@ class GradientAllReduce:
             gradients.append(gradient)
         self._all_reduce.start(gradients)
         self._started += 1
-
-    def _finish(self) -> None:
-        """Start the buckets that the backward pass did not complete, wait, and remove gradients that no rank has."""
-        present = torch.tensor([self._active.gradient(name) is not None for name in self._bucket_of], dtype=torch.int32)
-        while self._started < len(self._buckets):
-            self._start_next_bucket()
-        wait_for_counts = self._ranks.all_reduce(present)
-        self._all_reduce.wait()
-        wait_for_counts()
-        for name, count in zip(self._bucket_of, present.tolist(), strict=True):
-            if not count:
-                self._active.put_gradient(name, None)

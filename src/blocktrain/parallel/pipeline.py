@@ -31,7 +31,7 @@ from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.freezing import evaluating
 from blocktrain.errors import ConfigError
 from blocktrain.parallel.config import PipelineConfig
-from blocktrain.parallel.protocol import TrainedBlock
+from blocktrain.parallel.protocol import Parallel, TrainedBlock
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.parallel.replicas import assert_replicas_equal
 from blocktrain.parallel.stages import require_micro_batches, stages
@@ -40,7 +40,7 @@ Batch = Mapping[str, Tensor]
 LossOf = Callable[[Any], Tensor]  # from the model's output to its mean loss (0-d)
 
 
-class Pipeline:
+class Pipeline(Parallel):
     """A `Parallel` whose ranks are a pipeline over the model of `partition`. Each rank has the whole model.
 
         pipeline = Pipeline(ranks, partition, PipelineConfig(), costs=costs)
@@ -54,8 +54,6 @@ class Pipeline:
 
     costs: of each layer's forward pass, in any unit (`layer_costs` counts FLOPs).
     """
-
-    in_sync = True  # as far as `sync_weights` makes it so
 
     def __init__(
         self,
@@ -80,7 +78,13 @@ class Pipeline:
             for _, parameter in layer.named_parameters():
                 self._used_in.setdefault(parameter, []).append(at)
         self.stages = [stages(partition, block, ranks.size, config, costs) for block in partition]
-        self._local_blocks = [self._local_part(block) for block in partition]
+        self._local_blocks: list[Block] = []
+        for block in partition:
+            runs = self.local_stages(block).values()
+            layers = [layer for run in runs for layer in partition.chain.layers[run.start : run.stop]]
+            names = [name for name in block.parameters if ranks.rank in self.ranks_using(block, name)]
+            label = f"process {ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
+            self._local_blocks.append(partition.restrict(block.index, label, layers=layers, parameters=names))
         self._visit: _PipelineVisit | None = None
 
     def local_block(self, block: Block) -> Block:
@@ -116,9 +120,6 @@ class Pipeline:
         before."""
         return self._in_visit().clip_grad_norm(max_norm)
 
-    def after_step(self, step: int) -> None:
-        """Nothing to do: each rank has updated its part of the block."""
-
     @torch.no_grad()
     def sync_weights(self) -> None:
         """Broadcast the active block as it is now; between visits every rank has it."""
@@ -151,13 +152,6 @@ class Pipeline:
             for number, run in enumerate(self.stages[block.index])
             if number % self.ranks.size == self.ranks.rank
         }
-
-    def _local_part(self, block: Block) -> Block:
-        runs = self.local_stages(block).values()
-        layers = [layer for run in runs for layer in self.partition.chain.layers[run.start : run.stop]]
-        names = [name for name in block.parameters if self.ranks.rank in self.ranks_using(block, name)]
-        label = f"process {self.ranks.rank}'s part of {block.names[0]} .. {block.names[-1]}"
-        return self.partition.restrict(block.index, label, layers=layers, parameters=names)
 
     def _in_visit(self) -> _PipelineVisit:
         assert self._visit is not None, "steps are taken inside a visit"

@@ -41,36 +41,33 @@ class TrainedBlock(Protocol):
         ...
 
 
-class Parallel(Protocol):
+class Parallel(ABC):
     """How ranks train one block together. A single process uses the same code."""
 
-    in_sync: bool  # whether all ranks have the weights of the last step, or can have them by `sync_weights`
+    in_sync = True  # whether all ranks have the weights of the last step, or can have them by `sync_weights`
+
+    @abstractmethod
+    def visit(self, active: TrainedBlock) -> AbstractContextManager[None]:
+        """Wraps the steps of a visit. At its end all ranks have equal weights; raises `PeerError` if they do not."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the step's gradients to a total 2-norm of at most `max_norm`; returns the norm before."""
 
     def local_block(self, block: Block) -> Block:
         """The part of `block` that this rank trains: all of it, unless the layers are distributed (pipeline)."""
-        ...
+        return block
 
-    def visit(self, active: TrainedBlock) -> AbstractContextManager[None]:
-        """Wraps the steps of a visit. At its end all ranks have equal weights; raises `PeerError` if they do not."""
-        ...
+    def after_step(self, step: int) -> None:  # noqa: B027 - not abstract: doing nothing is the default
+        """To be called after the optimizer has taken the 0-based `step` of the run. By default all ranks have taken the
+        same step, and there is nothing to do."""
 
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the step's gradients to a total 2-norm of at most `max_norm`; returns the norm before."""
-        ...
-
-    def after_step(self, step: int) -> None:
-        """To be called after the optimizer has taken the 0-based `step` of the run."""
-        ...
-
-    def sync_weights(self) -> None:
-        """Give all ranks the current weights, in the middle of a visit. Collective."""
-        ...
+    def sync_weights(self) -> None:  # noqa: B027
+        """Give all ranks the current weights, in the middle of a visit. Collective. By default they have them."""
 
 
-class BatchParallel(ABC):
+class BatchParallel(Parallel):
     """A `Parallel` whose ranks each run the whole model on their own rows of the batch, and train the same block."""
-
-    in_sync = True
 
     def __init__(self, ranks: Ranks, config: DistributedConfig):
         self.ranks = ranks
@@ -78,26 +75,12 @@ class BatchParallel(ABC):
         self._active: TrainedBlock | None = None
 
     @abstractmethod
-    def visit(self, active: TrainedBlock) -> AbstractContextManager[None]:
-        """See `Parallel`."""
-
-    @abstractmethod
     def gradient_sync(self) -> AbstractContextManager[None]:
         """Wraps the last backward pass of a step. Afterwards the gradients are those to step with."""
-
-    def local_block(self, block: Block) -> Block:
-        """The block itself."""
-        return block
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """See `Parallel`; every rank has the whole gradients."""
         return float(self._in_visit().clip_grad_norm(max_norm))
-
-    def after_step(self, step: int) -> None:  # noqa: B027 - not abstract: doing nothing is the default
-        """Nothing to do: the gradients were synchronized, so every rank has taken the same step."""
-
-    def sync_weights(self) -> None:  # noqa: B027
-        """Nothing to do: this is called only while the ranks are in sync, and then their weights are equal."""
 
     def _in_visit(self) -> TrainedBlock:
         assert self._active is not None, "steps are taken inside a visit"

@@ -147,7 +147,10 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_seconds)
     with Ranks(rank=rank, size=size, timeout_seconds=timeout_seconds).peer_errors():
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        dist.init_process_group(store=dist.PrefixStore(_attempt(), store), rank=rank, world_size=size, timeout=timeout)
+        # torchrun keeps its store when it restarts the job (PyTorch 2.13, c10d rendezvous). Without a name of its own,
+        # a start of the job would find the addresses of dead processes there.
+        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{size}"
+        dist.init_process_group(store=dist.PrefixStore(attempt, store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield _ranks_of_process_group(timeout_seconds)
     except PeerError:
@@ -156,12 +159,6 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _attempt() -> str:
-    """A name for this start of the job. torchrun keeps its store when it restarts the job (PyTorch 2.13, c10d
-    rendezvous), so a rank would otherwise find the addresses of dead processes."""
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{os.environ['WORLD_SIZE']}"
 
 
 def _ranks_of_process_group(timeout_seconds: float) -> Ranks:

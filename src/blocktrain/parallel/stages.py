@@ -41,13 +41,19 @@ def stages(
 
     costs: of each layer's forward pass, in any unit. Raises `ConfigError` where there are too few layers.
     """
-    owners = _owner_of_each_layer(partition)
+    owner: dict[int, int] = {}  # by layer: the first block that owns something of it
+    for each in partition:
+        for layer in each.layers:
+            owner.setdefault(layer.index, each.index)
+    owners = [owner[layer.index] for layer in partition.chain.layers]
+    # In blocks with a piece of each stage, a stage begins where the layers go back to an earlier block.
+    starts = [layer for layer, mine in enumerate(owners) if layer == 0 or mine < owners[layer - 1]]
     boundary = block.boundary if config.start == "boundary" else 0
     try:
         if config.schedule == "interleaved":
             ranges = _split_each_block(owners, costs, processes)
-        elif len(pieces := _stages_of_pieces(owners)) > 1:
-            ranges = pieces
+        elif len(starts) > 1:
+            ranges = [range(start, end) for start, end in zip(starts, [*starts[1:], len(owners)], strict=True)]
         else:
             ranges = _balanced_from(boundary, visit_costs(block, costs)[boundary:], processes)
     except PartitionError as error:
@@ -106,18 +112,3 @@ def _split_each_block(owners: Sequence[int], costs: Sequence[float], processes: 
             )
         ranges += _balanced_from(layers[0], [costs[layer] for layer in layers], processes)
     return ranges
-
-
-def _stages_of_pieces(owners: Sequence[int]) -> list[range]:
-    """The stages of blocks with a piece in each: a stage begins where the layers go back to an earlier block."""
-    starts = [layer for layer, owner in enumerate(owners) if layer == 0 or owner < owners[layer - 1]]
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(owners)], strict=True)]
-
-
-def _owner_of_each_layer(partition: Partition) -> list[int]:
-    """For each layer, the first block that owns something of it."""
-    owner: dict[int, int] = {}
-    for block in partition:
-        for layer in block.layers:
-            owner.setdefault(id(layer), block.index)
-    return [owner[id(layer)] for layer in partition.chain.layers]

@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def materializes(self) -> bool:
-        """Whether frozen matrices are materialized each time their layer runs (`optim/offloaded_weights.py`)."""
+        """Whether frozen matrices are materialized each time their layer runs (`optim/weight_store.py`)."""
         return self.precision.quantized or self.frozen == "host"
 
     @property

@@ -25,9 +25,9 @@ from blocktrain.modules.chunked_loss import check_chunked
 from blocktrain.modules.kernels import choose_kernels
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing
-from blocktrain.optim.offloaded_weights import OnDevice, OnHost
 from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.state_store import make_state_store
+from blocktrain.optim.weight_store import OnDevice, OnHost
 from blocktrain.parallel.config import PipelineConfig
 from blocktrain.parallel.fsdp import require_shardable
 from blocktrain.parallel.ranks import Ranks

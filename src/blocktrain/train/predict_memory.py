@@ -22,7 +22,7 @@ from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.parts import ACTIVE, BUFFERS, FROZEN, GRADIENTS, INPUTS
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.factory import meta_scalars_read_as_one
+from blocktrain.optim.factory import MetaScalarsReadAsOne
 from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
 
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
@@ -63,7 +63,7 @@ def predicted_peaks(
     copy = optimizer.rebind((partition or optimizer.partition).rebind(fake.model))
     members = [range(block.members[0], block.members[-1] + 1) for block in blocks or copy.partition]
     trained = [copy.partition.union(mine) for mine in members]
-    with fake.running(), meta_scalars_read_as_one():
+    with fake.running(), MetaScalarsReadAsOne():
         return peaks_of_all(copy, step, blocks=trained)
 
 

@@ -24,7 +24,7 @@ from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.parts import HOST
 from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import OnHost
+from blocktrain.optim.weight_store import OnHost
 from blocktrain.parallel.ranks import Ranks
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.runtime import AlwaysCopying

@@ -1,8 +1,9 @@
-"""Weights of frozen layers between their uses: quantized, on the host, or both; materialized while their layer runs.
+"""Stores the weights of frozen layers quantized, on the host, or both, and rebuilds a layer's weights while it runs.
 
-    offloaded    the parameter is a placeholder (see `modules/placeholder.py`); the tensors that hold its value are here
-    layer runs   a wrapper around the layer's module materializes its weights into new tensors, with which the module
-                 computes in place of its parameters
+    stored       the parameter is a placeholder (see `modules/placeholder.py`); the tensors that hold its value are here
+    layer runs   a wrapper around the layer's module materializes its weights: it makes new tensors, with which the
+                 module computes in place of its parameters
+    active       the parameter has its own value again
 
                    layer i - 1     layer i          layer i + 1
     OnDevice        quantized      materialized      quantized
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import ConfigError
 from blocktrain.modules.placeholder import is_placeholder, replace_by_placeholder, restore_value
-from blocktrain.modules.wrap import Wrapper, no_wrapper, substituted_parameters, wrap_forward
+from blocktrain.modules.wrap import NotCopied, substituted_parameters, wrap_forward
 from blocktrain.optim.precision import Format
 from blocktrain.optim.quantize_weights import Quantized, quantize
 from blocktrain.runtime import SideStream
@@ -47,17 +48,17 @@ class OnHost:
     side_stream: type[SideStream] = SideStream
 
 
-FrozenPlace = OnDevice | OnHost
+WeightLocation = OnDevice | OnHost  # where the weights of frozen layers are stored
 
 
 @dataclass(frozen=True, eq=False)
-class _OffloadedWeight:
+class _StoredWeight:
     value: Tensor  # in the compute dtype, on the host
     quantized: Quantized  # what is materialized; on the device, or under `OnHost` on the host
 
 
-class OffloadedWeights:
-    """Holds the matrices of a model's frozen layers. Vectors (norms, biases) are too small to be worth it.
+class WeightStore:
+    """Stores the matrices of a model's frozen layers. Vectors (norms, biases) are too small to be worth it.
 
     With `OnDevice` and a format of 16 or 32 bits there is nothing to do: weights stay in their parameters.
 
@@ -65,128 +66,129 @@ class OffloadedWeights:
     quantized form; in addition the layer that runs, and under `OnHost` the copy of the layer that follows.
     """
 
-    def __init__(self, chain: Chain, form: Format, place: FrozenPlace):
+    def __init__(self, chain: Chain, form: Format, location: WeightLocation):
         self._form: Format = form
-        self._place = place
-        self._offloaded: dict[nn.Parameter, _OffloadedWeight] = {}
+        self._location = location
+        self._stored: dict[nn.Parameter, _StoredWeight] = {}
         self._units: list[list[nn.Parameter]] = []  # the matrices of each module of the chain, in forward order
         self._prefetched: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device; at most two units
-        self._order: list[int] = []  # the units that have offloaded weights; computed when it is needed
+        self._order: list[int] = []  # the units that have stored weights; computed when it is needed
         self._last, self._up = -1, True  # the place in that order that ran last, and the direction of the pass
         self._undo: list[Callable[[], object]] = []
-        self._side: SideStream | None = None  # None: nothing is ever offloaded
-        if form in ("int8", "nf4") or isinstance(place, OnHost):
-            self._wrap_modules(chain)
-
-    def _wrap_modules(self, chain: Chain) -> None:
+        self._side: SideStream | None = None  # None: nothing is ever stored here
+        if form not in ("int8", "nf4") and isinstance(location, OnDevice):
+            return
         if any(is_placeholder(parameter) for parameter in chain.model.parameters()):
             raise ConfigError("the model's weights are offloaded by another BlockOptimizer; close() that one first")
         for layer in chain.layers:
             for module in layer.modules.values():
-                matrices = _matrices(module)
+                matrices: dict[nn.Module, dict[str, nn.Parameter]] = {}  # by owner and attribute name
+                for owner in module.modules():
+                    named = owner.named_parameters(recurse=False, remove_duplicate=False)
+                    matrices[owner] = {name: parameter for name, parameter in named if parameter.ndim >= 2}
+                matrices = {owner: mine for owner, mine in matrices.items() if mine}
                 self._undo.append(wrap_forward(module, _MaterializeUnit(self, len(self._units), matrices)))
-                parameters = {id(p): p for owned in matrices.values() for p in owned.values()}
-                self._units.append(list(parameters.values()))
-        hook = chain.model.register_state_dict_post_hook(_StateDictHook(self))
-        self._undo.append(hook.remove)
-        side_stream = self._place.side_stream if isinstance(self._place, OnHost) else SideStream
+                self._units.append(list(dict.fromkeys(p for mine in matrices.values() for p in mine.values())))
+        self._undo.append(chain.model.register_state_dict_post_hook(_StateDictHook(self)).remove)
+        side_stream = location.side_stream if isinstance(location, OnHost) else SideStream
         self._side = side_stream(next(chain.model.parameters()).device)
 
-    # -- offload and materialize ----------------------------------------------------------------------------------
+    # -- store and restore ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def offload(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Offload the matrices among `parameters`: a block is frozen."""
+    def store(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Store the matrices among `parameters`, which leaves placeholders: a block is frozen."""
         if self._side is None:
             return
         for parameter in parameters:
             if parameter.ndim >= 2 and not is_placeholder(parameter):
-                self._store(parameter, parameter.data)
+                self._put(parameter, parameter.data)
         self._forget_prefetched()
 
-    def _store(self, parameter: nn.Parameter, value: Tensor) -> None:
-        assert self._side is not None
-        quantized = quantize(value.to(parameter.device), self._form)
-        on_host = self._side.pinned(value)
-        if isinstance(self._place, OnHost):
-            is_quantized = self._form in ("int8", "nf4")
-            parts = tuple(self._side.pinned(part) for part in quantized.parts) if is_quantized else (on_host,)
-            quantized = Quantized(quantized.format, quantized.shape, quantized.dtype, parts)
-        self._offloaded[parameter] = _OffloadedWeight(on_host, quantized)
-        replace_by_placeholder(parameter, quantized.parts)
-
     @torch.no_grad()
-    def materialize(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give `parameters` their own values back, on their device: a block becomes active, or the run is over."""
         for parameter in parameters:
-            offloaded = self._offloaded.pop(parameter, None)
-            if offloaded is not None:
-                restore_value(parameter, offloaded.value.to(parameter.device, copy=True))
+            stored = self._stored.pop(parameter, None)
+            if stored is not None:
+                restore_value(parameter, stored.value.to(parameter.device, copy=True))
         self._forget_prefetched()
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """The value of `parameter` before it was quantized, on the host; must not be changed."""
-        offloaded = self._offloaded.get(parameter)
-        return parameter.data.cpu() if offloaded is None else offloaded.value
+        stored = self._stored.get(parameter)
+        return parameter.data.cpu() if stored is None else stored.value
 
     @torch.no_grad()
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give `parameter` another value, whether it is offloaded or not."""
-        if parameter in self._offloaded:
-            self._store(parameter, value.to(parameter.dtype, copy=True))
+        """Give `parameter` another value, whether it is stored here or not."""
+        if parameter in self._stored:
+            self._put(parameter, value.to(parameter.dtype, copy=True))
             self._forget_prefetched()
         else:
             parameter.copy_(value)
 
     def close(self) -> None:
-        """Materialize everything and remove the wrappers: the model is an ordinary one again."""
-        self.materialize(list(self._offloaded))
+        """Restore everything and remove the wrappers: the model is an ordinary one again."""
+        self.restore(list(self._stored))
         while self._undo:
             self._undo.pop()()
+
+    def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        assert self._side is not None
+        quantized, on_host = quantize(value.to(parameter.device), self._form), self._side.pinned(value)
+        if isinstance(self._location, OnHost):
+            is_quantized = self._form in ("int8", "nf4")
+            parts = tuple(self._side.pinned(part) for part in quantized.parts) if is_quantized else (on_host,)
+            quantized = replace(quantized, parts=parts)
+        self._stored[parameter] = _StoredWeight(on_host, quantized)
+        replace_by_placeholder(parameter, quantized.parts)
+
+    # -- accounting -----------------------------------------------------------------------------------------------
 
     def device_bytes(self, parameter: nn.Parameter) -> int:
         """Device memory of `parameter` while it is frozen."""
         if self._side is None or parameter.ndim < 2:
             return parameter.nbytes
-        if isinstance(self._place, OnHost):
+        if isinstance(self._location, OnHost):
             return 0
         return sum(part.nbytes for part in quantize(torch.empty_like(parameter, device="meta"), self._form).parts)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All tensors stored here: "frozen" are those on the device, with prefetched copies; "host" the others."""
-        values = [offloaded.value for offloaded in self._offloaded.values()]
-        quantized = [part for offloaded in self._offloaded.values() for part in offloaded.quantized.parts]
-        if isinstance(self._place, OnDevice):
+        values = [stored.value for stored in self._stored.values()]
+        quantized = [part for stored in self._stored.values() for part in stored.quantized.parts]
+        if isinstance(self._location, OnDevice):
             return {"frozen": quantized, "host": values}
         prefetched = [part for unit in self._prefetched.values() for parts in unit.values() for part in parts]
         return {"frozen": prefetched, "host": [*values, *quantized]}
 
     # -- as the model runs ----------------------------------------------------------------------------------------
 
-    def unit_weights(self, unit: int) -> dict[nn.Parameter, Tensor]:
-        """New tensors with the values of a unit's offloaded weights. Under `OnHost` the next unit is prefetched."""
-        if self._side is None or not any(parameter in self._offloaded for parameter in self._units[unit]):
+    def materialize_unit(self, unit: int) -> dict[nn.Parameter, Tensor]:
+        """New tensors with the values of a unit's stored weights. Under `OnHost` the next unit is prefetched."""
+        if self._side is None or not any(parameter in self._stored for parameter in self._units[unit]):
             return {}
         # A tensor made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
             parts = self._prefetched.pop(unit, None) or self._fetch(unit)
             self._side.join()
-            if isinstance(self._place, OnHost):
+            if isinstance(self._location, OnHost):
                 following = self._next_unit(unit)
                 on_its_way = None if following is None else self._prefetched.get(following)
                 self._prefetched = {unit: parts}  # older copies are freed before another one is made
                 if following is not None:
                     self._prefetched[following] = on_its_way or self._fetch(following)
-            return {p: self._offloaded[p].quantized.dequantize(mine) for p, mine in parts.items()}
+            return {p: self._stored[p].quantized.dequantize(mine) for p, mine in parts.items()}
 
     def _fetch(self, unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
         """Start to copy a unit's quantized weights to the device."""
         side = self._side
         assert side is not None
         return {
-            parameter: tuple(side.to_device(part) for part in self._offloaded[parameter].quantized.parts)
+            parameter: tuple(side.to_device(part) for part in self._stored[parameter].quantized.parts)
             for parameter in self._units[unit]
-            if parameter in self._offloaded
+            if parameter in self._stored
         }
 
     def _next_unit(self, unit: int) -> int | None:
@@ -195,7 +197,7 @@ class OffloadedWeights:
         A pass turns at the unit where the pass before it ended. Any jump is the start of a forward pass.
         """
         if not self._order:
-            self._order = [at for at, mine in enumerate(self._units) if any(p in self._offloaded for p in mine)]
+            self._order = [at for at, mine in enumerate(self._units) if any(p in self._stored for p in mine)]
             self._last = -1
         place = self._order.index(unit)
         if place == self._last:
@@ -207,60 +209,41 @@ class OffloadedWeights:
         return self._order[following] if 0 <= following < len(self._order) else None
 
     def _forget_prefetched(self) -> None:
-        """The set of offloaded weights has changed: drop the copies and the order of units."""
+        """The set of stored weights has changed: drop the copies and the order of units."""
         if self._side is not None:
             self._side.join()  # no copy may be under way into memory that is freed
         self._prefetched, self._order = {}, []
 
 
-def _matrices(module: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
-    """By the submodule that holds them and their attribute names: parameters with at least two dimensions."""
-    found = {
-        owner: {
-            attribute: parameter
-            for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter.ndim >= 2
-        }
-        for owner in module.modules()
-    }
-    return {owner: parameters for owner, parameters in found.items() if parameters}
-
-
 @dataclass(frozen=True, eq=False)
-class _MaterializeUnit:
-    """The wrapper around one module of the chain: its offloaded weights are materialized while it runs."""
+class _MaterializeUnit(NotCopied):
+    """The wrapper around one module of the chain: its stored weights are materialized while it runs. A copy of the
+    model has no memory, and nothing to materialize."""
 
-    weights: OffloadedWeights
+    store: WeightStore
     unit: int
     matrices: dict[nn.Module, dict[str, nn.Parameter]]
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        values = self.weights.unit_weights(self.unit)
+        values = self.store.materialize_unit(self.unit)
         with ExitStack() as stack:
             for owner, parameters in self.matrices.items():
                 materialized = {attribute: values[p] for attribute, p in parameters.items() if p in values}
                 stack.enter_context(substituted_parameters(owner, materialized))
             return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        """A copy of the model without memory has nothing to materialize."""
-        return no_wrapper
 
-
-@dataclass(eq=False)
+@dataclass(eq=False)  # not frozen: PyTorch sets an attribute of a hook
 class _StateDictHook:
-    """Makes `model.state_dict()` hold the values of offloaded weights, on the host."""
+    """Makes `model.state_dict()` hold the values of stored weights, on the host."""
 
-    weights: OffloadedWeights
+    store: WeightStore
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if is_placeholder(parameter) and prefix + name in state:
-                state[prefix + name] = self.weights.value(parameter)
+                state[prefix + name] = self.store.value(parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-
-def _no_hook(*_: Any) -> None:
-    """The hook of a copy of the model."""
+        """A copy of the model has no stored values."""
+        return lambda *_: None

@@ -1,4 +1,4 @@
-"""A model with offloaded weights computes what it computes with the same values in its parameters."""
+"""A model with stored weights computes what it computes with the same values in its parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from blocktrain.memory.flops import StepCounter
 from blocktrain.modules.placeholder import backing_tensors, is_placeholder
 from blocktrain.modules.wrap import wrap_forward
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.offloaded_weights import FrozenPlace, OnDevice, OnHost
 from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, NF4, Precision, upper_half
 from blocktrain.optim.quantize_weights import quantize
+from blocktrain.optim.weight_store import OnDevice, OnHost, WeightLocation
 
-KINDS: dict[str, tuple[Precision, FrozenPlace]] = {
+KINDS: dict[str, tuple[Precision, WeightLocation]] = {
     "int8": (INT8, OnDevice()),
     "nf4": (NF4, OnDevice()),
     "int8 streamed": (INT8, OnHost()),
@@ -35,19 +35,19 @@ NAME = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.fixture(params=KINDS.values(), ids=list(KINDS))
-def kind(request: pytest.FixtureRequest) -> tuple[Precision, FrozenPlace]:
+def kind(request: pytest.FixtureRequest) -> tuple[Precision, WeightLocation]:
     return request.param
 
 
 def optimizer_of(
-    model: nn.Module, kind: tuple[Precision, FrozenPlace], cls: Any = torch.optim.AdamW, **options: Any
+    model: nn.Module, kind: tuple[Precision, WeightLocation], cls: Any = torch.optim.AdamW, **options: Any
 ) -> BlockOptimizer:
     precision, frozen = kind
     return BlockOptimizer(partition(model, num_blocks=3), cls, lr=1e-2, precision=precision, frozen=frozen, **options)
 
 
 def plain_model(gpt2, precision: Precision) -> BlockOptimizer:
-    """A model that is never offloaded, with the values to which an offloaded one is materialized."""
+    """A model whose weights are never stored, with the values to which stored ones are materialized."""
     model = gpt2()
     for parameter in model.parameters():
         value = upper_half(parameter.data) if precision.has_master else parameter.data
@@ -115,7 +115,7 @@ def test_a_streamed_run_is_bitwise_the_resident_one(precision: Precision, gpt2, 
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_offloaded_weights_take_no_memory_and_read_as_nan(kind, gpt2):
+def test_stored_weights_take_no_memory_and_read_as_nan(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     parameter = optimizer.partition.model.get_parameter(NAME)
     assert parameter.isnan().all()
@@ -127,7 +127,7 @@ def test_offloaded_weights_take_no_memory_and_read_as_nan(kind, gpt2):
     assert parameter.isnan().all()
 
 
-def test_a_visit_that_fails_offloads_its_block(kind, gpt2):
+def test_a_visit_that_fails_stores_its_block(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     with contextlib.suppress(KeyboardInterrupt), optimizer.visit(optimizer.partition[2]):
         raise KeyboardInterrupt
@@ -160,7 +160,7 @@ def test_evaluation_between_and_inside_visits(mode, kind, gpt2, batch):
         assert all(gradient.isfinite().all() for gradient in optimizer.gradients())
 
 
-def test_the_state_dict_has_the_values_of_offloaded_weights(kind, gpt2):
+def test_the_state_dict_has_the_values_of_stored_weights(kind, gpt2):
     expected = {name: value.clone() for name, value in gpt2().to(kind[0].compute).state_dict().items()}
     optimizer = optimizer_of(gpt2(), kind)
     for block in (None, *optimizer.partition):
@@ -222,7 +222,7 @@ def test_a_copy_without_memory_has_the_shapes_and_costs_of_the_model(kind, gpt2,
     assert all(p.is_contiguous() for p in replica.parameters())
 
 
-def test_a_copy_has_no_offloaded_values(kind, gpt2):
+def test_a_copy_has_no_stored_values(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     replica = copy.deepcopy(optimizer.partition.model)
     assert not any(is_placeholder(parameter) for parameter in replica.parameters())
@@ -251,22 +251,22 @@ class Fetches:
     """Records which units are copied to the device."""
 
     def __init__(self, optimizer: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
-        self.offloaded = optimizer._frozen._offloaded
+        self.store = optimizer._weights._store
         self.seen: list[int] = []
         self.most = 0
-        fetch, unit_weights = self.offloaded._fetch, self.offloaded.unit_weights
+        fetch, materialize_unit = self.store._fetch, self.store.materialize_unit
 
         def recording(unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
             self.seen.append(unit)
             return fetch(unit)
 
         def counting(unit: int) -> dict[nn.Parameter, Tensor]:
-            found = unit_weights(unit)
-            self.most = max(self.most, len(self.offloaded._prefetched))
+            found = materialize_unit(unit)
+            self.most = max(self.most, len(self.store._prefetched))
             return found
 
-        monkeypatch.setattr(self.offloaded, "_fetch", recording)
-        monkeypatch.setattr(self.offloaded, "unit_weights", counting)
+        monkeypatch.setattr(self.store, "_fetch", recording)
+        monkeypatch.setattr(self.store, "materialize_unit", counting)
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_each_layer_is_fetched_once_a_pass_one_ahead(deep: BlockOptimizer, monke
             model(torch.ones(1, 8))
     assert fetches.seen == [0, 1, 2, 3, 4, 5] * 2
     assert fetches.most == 2
-    assert fetches.offloaded._prefetched.keys() == {5}
+    assert fetches.store._prefetched.keys() == {5}
 
 
 def test_a_backward_pass_that_recomputes_fetches_downward(deep: BlockOptimizer, monkeypatch: pytest.MonkeyPatch):
@@ -315,7 +315,7 @@ def test_gradients_are_right_without_checkpointing_when_the_layer_runs_again(dee
         assert torch.equal(deep.gradients()[0], weight.grad)
 
 
-def test_offloading_works_on_fake_tensors(kind):
+def test_storing_works_on_fake_tensors(kind):
     """Memory is predicted on fake tensors, so nothing may read a number."""
     from torch._subclasses import FakeTensorMode
 
@@ -333,7 +333,7 @@ def test_offloading_works_on_fake_tensors(kind):
 # -- blocks of rows ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_an_offloaded_matrix_are_trained_as_those_of_a_resident_one(gpt2, batch):
+def test_rows_of_a_stored_matrix_are_trained_as_those_of_a_resident_one(gpt2, batch):
     """The whole matrix is materialized while a block that owns some of its rows is active."""
     runs = []
     for place in (OnDevice(), OnHost()):
