@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from blocktrain.contrib.learning_tail import Tail
 from blocktrain.records.log import Event
 from blocktrain.schedule import Cyclic
 from blocktrain.train import step_costs as opening_module
@@ -80,14 +79,13 @@ def test_a_step_in_blocks_costs_what_theory_says(quickstart: tuple[TrainingConte
     assert sum(ratios) <= 1.02 * sum(theory)
 
 
-def test_a_tail_costs_a_suffix_visits_flops_and_no_state(quickstart: tuple[TrainingContext, Event]) -> None:
+def test_a_tail_costs_a_suffix_visits_flops_and_no_state(
+    quickstart: tuple[TrainingContext, Event], tmp_path: Path
+) -> None:
     context, alone = quickstart
-    config = replace(context.config, optimizer=replace(context.config.optimizer, tail="sgd"))
-    context.optimizer.tail = Tail(rule="sgd")
-    try:
-        tail = opening_module._costs(replace(context, config=config)).to_event()
-    finally:
-        context.optimizer.tail = None
+    cache = context.config.data.cache  # pyright: ignore[reportAttributeAccessIssue]
+    overrides = [f"text.cache={cache}", "device=cpu", "optimizer.tail=sgd"]
+    tail = opening_module._costs(build(RunConfig.load(EXAMPLE, overrides), tmp_path)).to_event()
     suffix = opening_module._costs(in_suffixes(context)).to_event()
     assert tail["flops"]["blocks"] == suffix["flops"]["blocks"]
     assert tail["flops"]["theory_blocks"] == suffix["flops"]["theory_blocks"]
