@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
+from transformers import GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.errors import NonFiniteError
@@ -127,14 +130,35 @@ def test_a_non_finite_loss_stops_with_step_block_and_batch(tiny, tmp_path: Path)
     assert "on_nonfinite = 'skip'" in str(error.value)
 
 
-def test_a_non_finite_step_can_be_skipped(tiny, tmp_path: Path) -> None:
-    config = tiny("optimizer.lr=1e30", "on_nonfinite=skip", "optimizer.max_grad_norm=1e30")
-    bt.run(config, tmp_path / "run")
-    steps = events_of(tmp_path / "run", "step")
-    assert len(steps) == 12
-    assert any(event["skipped"] for event in steps)
+def test_a_non_finite_step_can_be_skipped(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, steps = GPT2LMHeadModel.forward, itertools.count()
+
+    def fails_once(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() and not isinstance(output.loss, FakeTensor) and next(steps) == 4:
+            output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", fails_once)
+    bt.run(tiny("on_nonfinite=skip"), tmp_path / "run")
+    assert [event["skipped"] for event in events_of(tmp_path / "run", "step")].count(True) == 1
     (end,) = events_of(tmp_path / "run", "end")
     assert end["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["on_nonfinite=skip"], r"1[01] of its 12 steps were skipped because|its validation loss is nan"),
+        (["stop.duration=1 steps", "learning_rate.warmup_steps=0"], "its validation loss is nan"),
+    ],
+)
+def test_a_run_without_a_usable_result_is_an_error(tiny, tmp_path: Path, overrides: list[str], message: str) -> None:
+    """Both ended with exit code 0. The log is complete."""
+    config = tiny("optimizer.lr=1e30", "optimizer.max_grad_norm=1e30", *overrides)
+    with pytest.raises(NonFiniteError, match=f"has ended, but ({message})"):
+        bt.run(config, tmp_path / "run")
+    assert len(events_of(tmp_path / "run", "end")) == 1
 
 
 def test_counted_flops_add_up(tiny, tmp_path: Path) -> None:

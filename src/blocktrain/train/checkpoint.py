@@ -41,6 +41,7 @@ class TrainerState:
     """Position in the schedule and sums so far. Data order and randomness follow from `step` and the seed."""
 
     step: int = 0  # optimizer steps done
+    skipped: int = 0  # of these, steps that were skipped because they were not finite
     visit: int = 0  # index of the current visit
     visit_step: int = 0  # steps of it done
     sweep: int = 0

@@ -19,12 +19,13 @@ and never come back: a run resumes from its checkpoint alone.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from blocktrain.errors import CheckpointError, Interrupted
+from blocktrain.errors import CheckpointError, Interrupted, NonFiniteError
 from blocktrain.records.log import EventLog, NoLog
 from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
@@ -172,6 +173,22 @@ class Trainer:
                 peak_memory_bytes=max(self._peak_bytes, peak_memory_bytes(context.device)),
             )
         )
+        self._require_finite_result()
+
+    def _require_finite_result(self) -> None:
+        """Raise `NonFiniteError` for a run that has ended without a usable model; its log is complete."""
+        progress, folder = self.progress, self.folder.path
+        loss = progress.score["loss"]
+        if loss is None or not math.isfinite(loss):
+            what = f"its validation loss is {loss}"
+        elif 2 * progress.skipped > progress.step:
+            what = f"{progress.skipped} of its {progress.step} steps were skipped because they were not finite"
+        else:
+            return
+        raise NonFiniteError(
+            f"the run in '{folder}' has ended, but {what}; start a new run with a lower optimizer.lr, a longer "
+            "learning_rate.warmup_steps or optimizer.max_grad_norm, under another --out"
+        )
 
     def _visit(self, visit: Visit) -> None:
         """Steps until the visit or the run is over."""
@@ -219,6 +236,7 @@ class Trainer:
         """Count a step and log it."""
         progress = self.progress
         progress.step += 1
+        progress.skipped += result.skipped
         progress.visit_step += 1
         progress.tokens += self.context.geometry.tokens_per_step
         progress.flops += step_flops - result.flops_saved
