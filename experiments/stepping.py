@@ -33,7 +33,7 @@ from blocktrain.train.context import TrainingContext
 from blocktrain.train.step import take_step
 from blocktrain.train.technique import Techniques
 from blocktrain.train.techniques.growth import running_without
-from blocktrain.train.track_plan_peak import meta_model
+from blocktrain.train.verify_plan import meta_model
 
 Contender = Callable[[], float]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/plan/record.py [--memtracker] [--only TEXT] [--out benchmarks/plan/tracked.json]
 
-This package's own step runs on a model without memory (`blocktrain.train.track_plan_peak`), in one visit each to the
+This package's own step runs on a model without memory (`blocktrain.train.verify_plan`), in one visit each to the
 first block, a middle one, the largest and the last; the second step of a visit counts. `--memtracker` runs the first
 three with PyTorch's MemTracker as well, which finds the same bytes and takes many times as long. This needs no GPU
 and little memory. `--only` records only the cases whose names contain a text, and keeps the others.
@@ -26,7 +26,7 @@ from blocktrain.plan.configure import step_config
 from blocktrain.plan.layout import Layout, MomentFormat, WeightPlace, find_precision
 from blocktrain.plan.presets import find_model
 from blocktrain.train.config import RunConfig
-from blocktrain.train.track_plan_peak import STEPS, meta_model, tracked_peak
+from blocktrain.train.verify_plan import STEPS, meta_model, tracked_peak
 
 SEQ = 1024
 

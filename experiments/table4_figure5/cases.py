@@ -17,7 +17,7 @@ from blocktrain.memory.fake import fake_copy
 from blocktrain.plan.hardware import GIB
 from blocktrain.plan.presets import find_model
 from blocktrain.train.predict_memory import StepShape, predicted_peaks
-from blocktrain.train.track_plan_peak import meta_model
+from blocktrain.train.verify_plan import meta_model
 
 TOKENS = 8
 # GiB: full training, three blocks

@@ -187,7 +187,7 @@ def test_what_cannot_be_stepped_in_backward_is_refused(gpt2, tiny, tmp_path: Pat
         pytest.raises(ConfigError, match="they cannot be clipped to 1"),
     ):
         mine.clip_grad_norm(1.0)
-    with pytest.raises(ConfigError, match=r"^in_backward = true moves weights in each backward pass"):
+    with pytest.raises(ConfigError, match=r"^in_backward = true updates weights in each backward pass"):
         VisitingOptimizer(mine, Cyclic(visit=Duration.steps(2)))
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
@@ -195,7 +195,7 @@ def test_what_cannot_be_stepped_in_backward_is_refused(gpt2, tiny, tmp_path: Pat
             patch.setattr(torch.distributed, "get_world_size", lambda: 2)
             with pytest.raises(
                 ConfigError,
-                match=r"^in_backward = true moves weights .*, before gradients of several processes are summed",
+                match=r"^in_backward = true updates weights .*, before gradients of several processes are summed",
             ):
                 BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, in_backward=True)
     finally:
@@ -319,7 +319,7 @@ def test_what_it_requires_is_checked_when_the_optimizer_is_made(gpt2) -> None:
     with pytest.raises(ConfigError, match="tail = 'bias' needs fp32"):
         BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, tail=MoveLastBias(), precision=BF16_EXACT)
     optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.AdamW, tail=MoveLastBias())
-    with pytest.raises(ConfigError, match=r"^tail = 'bias' moves weights in each backward pass"):
+    with pytest.raises(ConfigError, match=r"^tail = 'bias' updates weights in each backward pass"):
         VisitingOptimizer(optimizer, Cyclic(visit=Duration.steps(2)))
 
 

@@ -19,7 +19,7 @@ from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.runtime import AlwaysCopying
 from blocktrain.train.config import RunConfig
-from blocktrain.train.track_plan_peak import meta_model, tracked_peak
+from blocktrain.train.verify_plan import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
 CASES = json.loads(TRACKED.read_text())["cases"]

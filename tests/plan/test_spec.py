@@ -12,7 +12,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
 from blocktrain.plan.presets import MODEL_PRESETS, find_model
 from blocktrain.plan.spec import ModelSpec, from_config, read_config
-from blocktrain.train.track_plan_peak import meta_model
+from blocktrain.train.verify_plan import meta_model
 
 
 def chain_parameters(spec: ModelSpec) -> list[int]:

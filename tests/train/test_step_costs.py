@@ -9,7 +9,7 @@ import pytest
 from blocktrain.runtime import to_device
 from blocktrain.train import step_costs
 from blocktrain.train.context import build
-from blocktrain.train.interpolate_costs import measured_positions
+from blocktrain.train.interpolate_step_costs import measured_positions
 
 SIX_LAYERS = ["model.config.n_layer=6", "blocks.count=8"]
 

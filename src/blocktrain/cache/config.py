@@ -1,4 +1,4 @@
-"""The configuration of the prefix cache: the table `[prefix]` of a run."""
+"""The configuration of the cache of frozen layers' hidden states: the table `[prefix]` of a run."""
 
 from __future__ import annotations
 

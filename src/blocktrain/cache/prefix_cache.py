@@ -1,5 +1,8 @@
 """The prefix cache: hidden states below the active block, computed once for each row and read by later steps.
 
+The prefix is the frozen layers below the active block (not a prompt, as in inference servers); a visit is the time for
+which a block is active; a row is an example of the training data.
+
 A row is computed from the nearest boundary that is stored. What is stored depends on the order of the visits:
 
 ascending    one store; a visit finds the rows at the boundary of the block before, and advances them in place

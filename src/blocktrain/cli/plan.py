@@ -59,7 +59,7 @@ def plan(options: argparse.Namespace) -> int:
     verified = None
     if options.verify and best is not None:
         from blocktrain.train.config import RunConfig
-        from blocktrain.train.track_plan_peak import tracked_peak
+        from blocktrain.train.verify_plan import tracked_peak
 
         if best.layout.cards > 1:
             raise ConfigError("--verify runs the step of one card; plan with --gpus 1")

@@ -70,7 +70,7 @@ class Tail:
 
     def require(self, partition: Partition, precision: Precision, frozen: WeightLocation) -> None:
         """Raise `ConfigError` unless all frozen weights are whole, in fp32, on the device of one process."""
-        reason = f"{self.setting} moves frozen weights inside the backward pass"
+        reason = f"{self.setting} updates frozen weights inside the backward pass"
         if precision.has_master:
             raise ConfigError(
                 f"{reason}, and frozen weights of precision '{precision.name}' have no master: set precision = 'fp32'"
@@ -89,7 +89,7 @@ class Tail:
 
     @contextmanager
     def updating(self, partition: Partition, active: ActiveBlock) -> Iterator[None]:
-        """Inside, every backward pass moves the tail; there must be exactly one a step."""
+        """Inside, every backward pass updates the tail; there must be exactly one a step."""
         matrices = hidden_matrices(partition) if self.rule == "newton-schulz" else set()
 
         @torch.no_grad()

@@ -49,8 +49,8 @@ class VisitingOptimizer(torch.optim.Optimizer):
             )
         for update in blocks.backward_updates:
             raise ConfigError(
-                f"{update.setting} moves weights in each backward pass: a loop that may accumulate gradients and sets "
-                "the rate afterwards cannot have that; leave it out, or use blocktrain train"
+                f"{update.setting} updates weights in each backward pass: a loop that may accumulate gradients and "
+                "sets the rate afterwards cannot have that; leave it out, or use blocktrain train"
             )
         if schedule.sweeps is not None:
             raise ConfigError(f"sweeps = {schedule.sweeps}: the loop around this optimizer ends the run; leave it out")

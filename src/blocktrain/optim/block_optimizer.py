@@ -47,7 +47,7 @@ class BlockOptimizer:
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
     tail: updates other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
-    in_backward: step each weight inside the backward pass, of which there must be one a step (`step_in_backward.py`).
+    in_backward: update each weight during the backward pass; a step is then one backward pass (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
     and its master if there is one. A parameter without a gradient (an expert that no token chose) is left as it is.

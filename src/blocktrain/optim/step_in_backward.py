@@ -60,8 +60,8 @@ def require_single_process(setting: str) -> None:
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if is_distributed and torch.distributed.get_world_size() > 1:
         raise ConfigError(
-            f"{setting} moves weights inside the backward pass, before gradients of several processes are summed: use "
-            "one process"
+            f"{setting} updates weights inside the backward pass, before gradients of several processes are summed: "
+            "use one process"
         )
 
 

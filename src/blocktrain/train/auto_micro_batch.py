@@ -1,9 +1,10 @@
-"""`batch.micro_rows = "auto"`: the largest part of a batch that fits, predicted first and then rehearsed.
+"""Chooses the largest micro-batch that fits (`batch.micro_rows = "auto"`): predicted first, then tried for real.
 
-For each divisor of `batch.rows`, the largest first, the peak of each block's step is predicted on a copy without
-memory. If all fit into the free memory, the forward and backward pass of the worst block is run for real, beside what
-its visit will hold. A size that runs out of memory after all is divided further. It is decided once, before the first
-step, and logged. A resumed run keeps it, because sums over other micro-batches differ in their last bits.
+For each divisor of `batch.rows`, the largest first, the peak of each block's step is predicted on a fake-tensor copy
+of the model. If all peaks fit into the free memory, the forward and backward pass of the worst block is run for real,
+with everything allocated that its visit will hold. A size that runs out of memory after all is divided further. It is
+decided once, before the first step, and logged. A resumed run keeps it, because sums over other micro-batches differ
+in their last bits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def step_shape(context: TrainingContext, micro_rows: int) -> StepShape:
 
 
 def beside_weights(peak: Peak) -> int:
-    """Bytes of a peak that are not there yet when the model is."""
+    """Bytes of a peak beyond the model's own weights and buffers."""
     return peak.bytes - sum(peak.parts.get(part, 0) for part in ("frozen", "active", "buffers"))
 
 

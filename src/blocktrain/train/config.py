@@ -172,9 +172,9 @@ class Conflict:
 def moves_in_backward(config: RunConfig) -> str | None:
     """The setting that makes every backward pass an update, if there is one."""
     if config.optimizer.tail != "none":
-        return f"optimizer.tail = '{config.optimizer.tail}' moves weights in each backward pass"
+        return f"optimizer.tail = '{config.optimizer.tail}' updates weights in each backward pass"
     if config.optimizer.in_backward:
-        return "optimizer.in_backward = true moves weights in each backward pass"
+        return "optimizer.in_backward = true updates weights in each backward pass"
     return None
 
 

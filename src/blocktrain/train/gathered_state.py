@@ -6,8 +6,9 @@
     fsdp        sharded over the ranks             divided            shards put together
 
 Rank 0 writes a checkpoint block by block and fetches each block's tensors when it comes to it; the other ranks go
-through the same blocks in the same order. So rank 0 holds no more than one block of what the others have, and the
-others nothing. Why shards are not written by `torch.distributed.checkpoint`: docs/decisions/0021-whole-checkpoints.md.
+through the same blocks in the same order. So rank 0 never holds more than one gathered block at a time, and the other
+ranks hold no gathered data. Why shards are not written by `torch.distributed.checkpoint`:
+docs/decisions/0021-whole-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class BlockContents(NamedTuple):
 
 
 class GatheredState(ABC):
-    """The optimizers of all processes as one (`CheckpointSource`). All processes must make it."""
+    """The optimizers of all ranks as one `CheckpointSource`. Collective: every rank must create one."""
 
     def __init__(self, context: TrainingContext):
         self.context = context

@@ -1,11 +1,12 @@
-"""What memory a run will need, by part, before it takes it: its own steps, taken on a copy without memory.
+"""Predicts a run's peak memory, by part, before anything is allocated: the run's own steps on a fake-tensor copy.
 
 Each block is activated, trained and retired by the code that trains the real model. A first step on gradients of zero
 makes the moments, so that the step that counts is like every later one. `memory/tracker.py` tells what was alive at the
 worst moment, by part (`memory/parts.py`).
 
-On the CPU of a machine with a GPU the copy's device and host memory are one, so `host` (what frozen blocks left
-there) is kept apart by label. Moments kept between visits and a prefix cache lie beside the step and are not in it.
+On the CPU of a machine with a GPU the copy's device and host memory are one, so `host` (what frozen blocks left there)
+is kept apart by label. Moments that are kept between visits and the prefix cache are no part of a step, and are left
+out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from blocktrain.memory.parts import ACTIVE, BUFFERS, FROZEN, GRADIENTS, INPUTS
 from blocktrain.memory.tracker import MemoryTracker, Peak
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.factory import MetaScalarsReadAsOne
-from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
+from blocktrain.train.interpolate_step_costs import interpolate, interpolate_missing, measured_positions
 
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch: forward pass and mean loss of the model it is given
 

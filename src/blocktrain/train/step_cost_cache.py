@@ -1,4 +1,4 @@
-"""What a step costs is counted once for all runs of a process that cost the same.
+"""Remembers the counted costs of a step for other runs of the same process whose steps cost the same.
 
 A search over learning rates opens a run for each rate, and a comparison opens the same model again and again. What
 those runs count before their first step (see `step_costs.py`) depends on shapes, not on numbers, so it is remembered:
@@ -6,7 +6,7 @@ those runs count before their first step (see `step_costs.py`) depends on shapes
     model, blocks, optimizer, precision, memory, first batch    -> key -> counts
     name, seed, rate, schedule, evaluation, checkpoints         are no part of it
 
-A table of the configuration is part of the key unless it is listed here, so a table that is added later can
+A table of the configuration is part of the key unless it is in `IGNORED_KEYS`, so a table that is added later can
 cost a second count, but never give a run the counts of another one.
 """
 

@@ -33,7 +33,7 @@ from blocktrain.records.run_records import (
 from blocktrain.runtime import pick_device, to_device
 from blocktrain.train.auto_micro_batch import auto_micro_rows, step_shape
 from blocktrain.train.context import TrainingContext
-from blocktrain.train.interpolate_costs import interpolate, interpolate_missing, measured_positions
+from blocktrain.train.interpolate_step_costs import interpolate, interpolate_missing, measured_positions
 from blocktrain.train.predict_memory import predicted_peaks
 from blocktrain.train.step_cost_cache import count_once
 from blocktrain.train.techniques.growth import growing_visits, running_without

@@ -1,5 +1,6 @@
-"""A technique wraps training without the trainer or the train module knowing it: the prefix cache, activation
-checkpointing, a chunked loss, growth, kernels.
+"""Techniques are callbacks around a run, its visits, steps and batches, which may change how a step is computed: the
+prefix cache, activation checkpointing, a chunked loss, growth, kernels. Neither the trainer nor a train module knows
+any.
 
     around_run                  from before the first step to after the last
       before_visit              a visit begins; its block is not active yet

@@ -1,4 +1,4 @@
-"""The train module knows the step; the trainer knows time.
+"""A train module implements the parts of one optimizer step; the trainer runs the loop around it.
 
     trainer                                    module
     for visit in schedule:

@@ -1,4 +1,4 @@
-"""The trainer: Algorithm 1 of the paper with everything a long run needs around it. It knows time, and no technique.
+"""The trainer: Algorithm 1 of the paper with evaluation, stopping, checkpoints and the log around it.
 
     for visit in schedule:                    which block, in which order
         with module.visit(visit):             freeze, unfreeze, build, restore          train_module.py

@@ -1,4 +1,4 @@
-"""`[prefix]`: the prefix cache in a run. Decides at each visit, opens a cache, feeds the steps, and says what it did.
+"""The technique behind `[prefix]`: decides at each visit whether the prefix cache pays, and feeds the steps from it.
 
 The cache never decides what is learned: with `dtype = "compute"` a run has the same losses and weights with it,
 without it, and when it breaks down half-way (a full disk), bit for bit in fp32 on a CPU.
@@ -36,7 +36,7 @@ from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, pipeline_config
 from blocktrain.train.technique import Batch, Position, Technique
-from blocktrain.train.techniques.prefix_cache_rows import fill_ahead, fingerprints, key_of, new_cache, sample
+from blocktrain.train.techniques.prefix_cache_setup import fill_ahead, fingerprints, key_of, new_cache, sample
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,16 @@
-"""Blocks that are alike: what is measured of the lowest and the highest of them tells those between.
+"""Step costs (FLOPs, bytes) of each block, of which only two in a group of identical blocks have to be measured.
+
+The lowest and the highest block of a group are measured, and those between are interpolated linearly:
 
     head         H
-    layer 3      |  highest of the alike: measured
-    layer 2      |  on the line
-    layer 1      |  on the line
+    layer 3      |  the highest of the identical blocks: measured
+    layer 2      |  interpolated
+    layer 1      |  interpolated
     layer 0      |  lowest: measured
     embedding    E
 
-What a step costs with a block active is a constant of its kind and something for each layer above it, which the
-backward pass goes through. So a run's opening takes as long for 32 layers as for two of each kind.
+With a block active, a step costs a constant that depends on the kind of block, plus something for each layer above it,
+because the backward pass goes through that layer. So counting takes as long for 32 layers as for two of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 
 def measured_positions(blocks: Sequence[Block]) -> list[int]:
-    """Positions of the lowest and the highest of each kind, in order; the others follow from them (see `filled`)."""
+    """Positions of the lowest and the highest block of each kind, in order; `interpolate_missing` finds the others."""
     return sorted({position for group in _alike(blocks) for position in (group[0], group[-1])})
 
 

@@ -1,4 +1,4 @@
-"""`blocktrain plan --verify`: the steps of a configuration, run on a model without memory while a tracker counts bytes.
+"""Verifies a plan (`blocktrain plan --verify`): runs the planned steps on fake tensors while a tracker counts bytes.
 
 Everything is built from the configuration that `plan --out` writes, by the functions that build a run: so this checks
 the closed form of `plan/memory.py` against the code that the user will run. `train/predict_memory.py` does the same for

@@ -1,4 +1,4 @@
-"""Which rows of its frozen prefix a context stores, which weights compute them, and which kind of cache keeps them.
+"""Sets up the prefix cache of a run: chooses its class, builds its keys and fingerprints, fills it ahead of time.
 
 With sharded weights (FSDP2) layers run on all ranks together, and so do the forward passes of the cache.
 """
