@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from blocktrain.errors import BlocktrainError, ConfigError, DataError
+
+LONGEST_NAME = 240  # bytes; Linux takes 255, of which temporary names need some
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -47,6 +52,20 @@ def json_kind(value: object) -> str:
             return str(value).lower()
         case _:
             return "a number"
+
+
+def output_path(text: str) -> Path:
+    """A type for options of `argparse` that name a file or folder to write; `~` is the home folder, as in a shell.
+
+    Raises `ConfigError` for names that cannot be written, or that a terminal would not show as they are.
+    """
+    if not text:
+        raise ConfigError("the name of a file or folder to write is empty; give one")
+    if not text.isprintable() and any(unicodedata.category(letter) == "Cc" for letter in text):
+        raise ConfigError(f"{text!r} cannot name a file or folder: it has control characters; give another name")
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
+        raise ConfigError(f"'{text[:40]}...' cannot name a file or folder: it is longer than {LONGEST_NAME} bytes")
+    return Path(text).expanduser()
 
 
 def number_between(name: str, kind: type[NumberT], low: NumberT, high: NumberT) -> Callable[[str], NumberT]:

@@ -206,11 +206,33 @@ def test_a_model_cut_short_is_one_message(config_file: Path, tmp_path: Path, cap
         bt.run(bt.RunConfig.from_mapping(config), tmp_path / "again")
 
 
-def test_an_empty_folder_name_is_refused(config_file: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(config_file), "--out", ""])
-    assert ended.value.code == 2
-    assert "the name of the folder is empty" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "the name of a file or folder to write is empty"),
+        ("a\x1b[31mred", "it has control characters"),
+        ("x" * 300, "it is longer than 240 bytes"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused(config_file: Path, capsys, out: str, message: str) -> None:
+    assert main(["train", str(config_file), "--out", out]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_folder(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--out=~/x`, which no shell expands, used to make a folder that is named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(config_file), "--out=~/run"]) == 0
+    assert (tmp_path / "home" / "run" / "events.jsonl").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", ". .", "two\nlines", "\x1b[31mred", "x" * 101])
+def test_a_name_that_is_no_name_is_refused(tiny, name: str) -> None:
+    """`name = ".."` used to write into the working folder."""
+    with pytest.raises(ConfigError, match="name must be 1 to 100 printable characters, not"):
+        tiny(f"name={json.dumps(name)}")
 
 
 def test_bad_files_are_one_message(tmp_path: Path, capsys) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from blocktrain.parse import output_path
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -42,7 +44,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, "override a key of the configuration; may be repeated")
     parser.add_argument(
         "--out",
-        type=_folder,
+        type=output_path,
         metavar="DIR",
         help="a new folder (default: runs/NAME, or runs/NAME-compare, with a number if it exists)",
     )
@@ -56,9 +58,3 @@ def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
 def add_run_folder(parser: argparse.ArgumentParser) -> None:
     """The folder of a run, as a positional argument."""
     parser.add_argument("run", type=Path, metavar="DIR", help="the folder of a run")
-
-
-def _folder(name: str) -> Path:
-    if not name:
-        raise argparse.ArgumentTypeError("the name of the folder is empty")
-    return Path(name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from blocktrain.cli.command import Command, add_run_folder
+from blocktrain.parse import output_path
 
 # How the name of a transformers model ends -> the class that loads it
 LOADERS = {
@@ -48,7 +48,7 @@ def export(options: argparse.Namespace) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_run_folder(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    parser.add_argument("out", type=output_path, metavar="OUT", help="a new folder")
     parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hugging Face hub")
     parser.add_argument(
         "--public", action="store_true", help="if --push creates the repository, make it public (default: private)"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from blocktrain.parse import number_between
+from blocktrain.parse import number_between, output_path
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, choices=choices, default=default, help=f"{words} (default: %(default)s)")
 
     def file(flag: str, words: str) -> None:
-        parser.add_argument(flag, type=Path, metavar="FILE", help=words)
+        parser.add_argument(flag, type=output_path, metavar="FILE", help=words)
 
     parser.add_argument(
         "--model", required=True, metavar="NAME", help="a preset, or a config.json or folder of Hugging Face"

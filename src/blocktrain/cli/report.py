@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from blocktrain.cli.command import Command
+from blocktrain.parse import output_path
 
 
 def report(options: argparse.Namespace) -> int:
@@ -19,7 +20,7 @@ def report(options: argparse.Namespace) -> int:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="folders of runs")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it (default: report.html in the first folder)"
+        "--out", type=output_path, metavar="FILE", help="where to write it (default: report.html in the first folder)"
     )
 
 

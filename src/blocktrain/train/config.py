@@ -36,6 +36,8 @@ from blocktrain.train.config_tables import (
 )
 from blocktrain.train.toml_dataclasses import from_mapping, override, read_toml, to_mapping
 
+LONGEST_NAME = 100  # letters of a run's name
+
 # What may change while a run goes on: keys and tables; and where the data are, which are known by their content.
 DATA_PLACES = ("source", "validation", "cache")
 MOVABLE = ("device", "precision", "memory", "prefix", "distributed", "batch.micro_rows", "checkpoint", "tracking")
@@ -84,6 +86,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.schedule.sweeps is None and self.stop == RunLimit():
             raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
+        if not self.name.isprintable() or self.name.strip(". ") == "" or len(self.name) > LONGEST_NAME:
+            raise ConfigError(
+                f"name must be 1 to {LONGEST_NAME} printable characters, not {self.name[: LONGEST_NAME + 1]!r}"
+            )
         if self.log_every < 1:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:
