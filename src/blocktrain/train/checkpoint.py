@@ -28,11 +28,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from blocktrain.chain.block import Block, Partition
-from blocktrain.errors import CheckpointError, storage_errors
+from blocktrain.errors import CheckpointError, DataError, storage_errors
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision, join, split
 from blocktrain.optim.state_store import BlockState, decode_state, encode_state
+from blocktrain.parse import parse_json
 from blocktrain.stopping import RuleState
 
 
@@ -331,12 +332,14 @@ def _digest(contents: Mapping[str, Any]) -> str:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = parse_json((path / MANIFEST).read_bytes(), "it")
+        if not isinstance(manifest, dict) or not {"format", "sha256"} <= manifest.keys():
+            raise ValueError("it is no list of a checkpoint's files")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"'{path}' has format {manifest['format']}; this version reads format {FORMAT}")
         if manifest.pop("sha256") != _digest(manifest):
             raise ValueError("its checksum is wrong")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, DataError) as error:
         raise CheckpointError(f"'{path / MANIFEST}' cannot be read ({error}); {_way_out(path / MANIFEST)}") from None
     return manifest
 
