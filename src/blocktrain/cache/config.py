@@ -29,6 +29,6 @@ class PrefixConfig:
     def __post_init__(self) -> None:
         known = ("auto", "off", *STORES)
         if self.store not in known:
-            raise ConfigError(f"store '{self.store}' is unknown; {nearest(self.store, known)}")
+            raise ConfigError(f"store {self.store!r} is unknown; {nearest(self.store, known)}")
         if self.fill_rows < 1:
             raise ConfigError(f"fill_rows must be at least 1, not {self.fill_rows}")

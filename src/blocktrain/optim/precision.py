@@ -89,7 +89,7 @@ def preset(name: str) -> Precision:
     """The precision called `name`; raises `ConfigError` naming the nearest one."""
     if name not in PRESETS:
         is_16_bit = name.lower() in ("fp16", "float16", "half", "bfloat16")  # "bf16" is nearer, but loses updates
-        raise ConfigError(f"precision '{name}' is unknown; {nearest('bf16-exact' if is_16_bit else name, PRESETS)}")
+        raise ConfigError(f"precision {name!r} is unknown; {nearest('bf16-exact' if is_16_bit else name, PRESETS)}")
     return PRESETS[name]
 
 

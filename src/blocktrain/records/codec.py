@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+
+from blocktrain.parse import json_kind
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -66,14 +69,23 @@ def _typed(hint: Any, value: Any) -> Any:
             next((kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)), kinds[0]), value
         )
     if origin is tuple:
+        _require(isinstance(value, list | tuple), value, "a list")
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is not None and issubclass(origin, Mapping):
+        _require(isinstance(value, Mapping), value, "an object")
         return {str(key): _typed(arguments[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
+        _require(isinstance(value, Mapping), value, "an object")
         return decode(typing.cast(type, hint), value)
-    if hint is Any:
-        return value
-    try:
-        return hint(value)
-    except OverflowError as error:
-        raise ValueError(f"{value} is no {hint.__name__}") from error
+    if hint in (int, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_allowed = value in ("nan", "inf", "-inf") if isinstance(value, str) else is_number  # JSON has no nan
+        _require(is_allowed and (hint is float or math.isfinite(float(value))), value, "a number")
+    elif hint in (str, bool):
+        _require(isinstance(value, hint), value, "text" if hint is str else "true or false")
+    return value if hint is Any else hint(value)
+
+
+def _require(is_right: bool, value: Any, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"it has {json_kind(value)} in place of {expected}")

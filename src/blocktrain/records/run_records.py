@@ -321,7 +321,7 @@ def from_event(event: Event) -> Record | None:
     Unknown fields are ignored, and names that older logs use are translated. Raises `KeyError`, `TypeError` or
     `ValueError` where a field without a default is missing or has another type.
     """
-    cls = RECORDS.get(event.get("kind", ""))
+    cls = RECORDS.get(str(event.get("kind")))
     return None if cls is None else decode(cls, _in_todays_words(event))
 
 

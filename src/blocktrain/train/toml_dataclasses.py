@@ -7,6 +7,7 @@ stands and what was expected. Every error reads `optimizer.lr: ...`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -22,6 +23,7 @@ T = TypeVar("T")
 # How the dataclasses annotate a list or a table of the file; a list is read as a tuple.
 LISTS = (list, tuple, Sequence)
 TABLES = (dict, Mapping)
+LARGEST = 2**63 - 1  # whole number
 
 
 def from_mapping(
@@ -109,6 +111,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
     """`value`, which stands at the dotted key `where`, as a `kind`."""
+    _refuse_odd(value, where)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
@@ -141,6 +144,16 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return value
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {value!r}")
+
+
+def _refuse_odd(value: Any, where: str) -> None:
+    """Raise `ConfigError` for a value that no key can take."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{where} must be a number, not nan")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ConfigError(f"{where} must be at most {LARGEST:,}, not a number of {len(str(abs(value)))} digits")
+    if isinstance(value, str) and any(ord(letter) < ord(" ") and letter not in "\n\r\t" for letter in value):
+        raise ConfigError(f"{where} has control characters: {value!r}")
 
 
 def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
