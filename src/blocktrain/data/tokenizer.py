@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]  # (tokens,)
 
 END_OF_TEXT = "<|endoftext|>"
+
+# How a tokenizer was loaded, which transformers saves as if it were a property of it; `local_files_only` would keep the
+# next reader from the hub.
+_LOAD_KEYS = (
+    *("local_files_only", "is_local", "_is_local", "name_or_path", "cache_dir", "force_download", "proxies", "token"),
+    *("use_auth_token", "revision", "subfolder", "trust_remote_code", "_commit_hash", "tokenizer_file"),
+)
 
 
 class Tokenizer(Protocol):
@@ -192,3 +200,7 @@ def _save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(str(folder))
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        kept = {key: value for key, value in settings.items() if key not in _LOAD_KEYS}
+        path.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from blocktrain.chain.resnet import ResNet
 from blocktrain.errors import CheckpointError
@@ -96,12 +96,15 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
         if found.accuracy is not None:
             metrics.append(("accuracy", "validation accuracy", found.accuracy))
     task = TASKS[run.header.unit]
-    path, dataset = config.model.path, _last_part(config.data.source)
-    named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    dataset = _last_part(config.data.source)
+    sources = [config.data.source, getattr(config.data, "validation", None)]
+    began_at = config.model.path if config.model.weights == "pretrained" else None
     return ModelCardData(
+        **({} if began_at is None else _license(began_at)),
         library_name="pytorch" if run.header.model == ResNet.__name__ else "transformers",
         pipeline_tag=task,
-        base_model=path if named and config.model.weights == "pretrained" else None,
+        base_model=None if began_at is None else _repository(began_at),
+        datasets=list(dict.fromkeys(name for name in sources if name is not None and _is_on_hub(name))) or None,
         tags=["blocktrain", "block-coordinate-descent"],
         model_name=run.header.name,
         eval_results=[
@@ -118,6 +121,29 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
         ]
         or None,
     )
+
+
+def _is_on_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _repository(path: str) -> str | None:
+    """The hub's name of the model at `path`: its own, or that of the cached snapshot that it is."""
+    if _is_on_hub(path):
+        return path
+    snapshot = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+", Path(path).expanduser().resolve().as_posix())
+    return None if snapshot is None else "/".join(snapshot.groups())
+
+
+def _license(path: str) -> dict[str, Any]:
+    """What the card of the model at `path` says of its license; nothing where it cannot be read."""
+    folder = Path(path).expanduser()
+    try:
+        file = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(path, "README.md"))
+        base = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # the hub, its YAML and the system each raise their own classes
+        return {}
+    return {key: base[key] for key in ("license", "license_name", "license_link") if base.get(key)}
 
 
 def _how(run: RunRecord) -> str:

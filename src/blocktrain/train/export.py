@@ -8,11 +8,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from blocktrain.chain.model_loading import ModelConfig
+from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
 from blocktrain.optim.precision import BF16_EXACT, join, preset
@@ -21,12 +24,21 @@ from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import to_mapping
 
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None = None) -> Path:
+
+def export(
+    folder: RunFolder, out: Path, *, dtype: ExportDtype | None = None, also: Callable[[Path], None] | None = None
+) -> Path:
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
 
-    Weights are written in fp32, bit for bit what training arrived at, whatever the precision. also: called with the
-    folder before it appears, to add something (a model card) to it.
+    dtype: of the weights; None for that of the weights that training began with at `model.path`, and fp32 where it
+        began at random ones. fp32 is bit for bit what training arrived at, whatever the precision; other dtypes are
+        rounded to nearest.
+    also: called with the folder before it appears, to add something (a model card) to it.
+
+    Raises `ConfigError` if `dtype` cannot hold a weight, and `CheckpointError` if there is no intact checkpoint.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
@@ -46,6 +58,7 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     context = build(config, folder.path)
     load_checkpoint(found[-1], context.partition, context.optimizer)
     _restore_masters(context)
+    _round(context.model, _default_dtype(config.model) if dtype is None else DTYPES[dtype])
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -74,6 +87,29 @@ def _restore_masters(context: TrainingContext) -> None:
         for name, remainder in context.optimizer.block_low_bits(block.index).items():
             mine = block.part(name, half[name])
             block.part(name, block.parameters[name].data).copy_(join(mine, remainder.to(mine.device)))
+
+
+def _default_dtype(config: ModelConfig) -> torch.dtype:
+    is_loaded = config.path is not None and config.weights == "pretrained"
+    return saved_dtype(str(Path(str(config.path)).expanduser())) if is_loaded else torch.float32
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights and buffers of `model`; raises `ConfigError` where a finite value would become infinite."""
+    if dtype == torch.float32:
+        return
+    largest = torch.finfo(dtype).max
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_floating_point():
+            continue
+        rounded = tensor.to(dtype)
+        if bool((rounded.isinf() & tensor.isfinite()).any()):
+            raise ConfigError(
+                f"'{name}' has values of up to {float(tensor.abs().max()):.3g}, and {str(dtype).removeprefix('torch.')}"
+                f" ends at {largest:.3g}; export with --dtype {'fp32' if dtype == torch.bfloat16 else 'bf16 or fp32'}"
+            )
+        tensor.data = rounded
 
 
 def _save_model(context: TrainingContext, folder: Path) -> None:
