@@ -1,7 +1,8 @@
-"""What `export` writes: the dtype of the weights that training began with, or the one that is asked for."""
+"""What `export` writes, from what: the dtype of the weights, no model that has diverged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import blocktrain as bt
 from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.cli.main import main
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, NonFiniteError
+from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.export import ExportDtype, export
 from blocktrain.train.run_folder import RunFolder
 
@@ -102,3 +104,36 @@ def test_a_tokenizer_does_not_say_how_it_was_loaded(shared_data: Path, tmp_path:
     assert not {"local_files_only", "is_local", "name_or_path", "trust_remote_code"} & saved.keys()
     assert saved["tokenizer_class"] == "GPT2Tokenizer"
     assert load_tokenizer(str(tmp_path)).vocab_size == 50257
+
+
+def test_a_run_that_diverged_is_not_exported(tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose last step blew up ended without an error, and its weights were exported without a word."""
+    run = bt.run(tiny("stop.duration=1 steps", "optimizer.lr=1e38", "learning_rate.shape=constant"), tmp_path / "run")
+    arguments = ["export", str(run.path), str(tmp_path / "model")]
+    assert main(arguments) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "the last validation loss of" in message
+    assert "is nan (step 1); the run has diverged" in message
+    assert not (tmp_path / "model").exists()
+    assert main([*arguments, "--force"]) == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_weights_that_are_not_finite_are_not_exported(tiny, tmp_path: Path) -> None:
+    """Where the run stopped before the next evaluation, the last validation loss does not show it."""
+    run = bt.run(tiny("stop.duration=2 steps"), tmp_path / "run")
+    path = checkpoints(run.checkpoints)[-1]
+    name, manifest = "weights-2.safetensors", json.loads((path / "checkpoint.json").read_text())
+    weights = safetensors.torch.load_file(path / name)
+    weights["transformer.ln_f.bias"][0] = torch.nan
+    (path / name).unlink()  # it may be a hard link
+    data = safetensors.torch.save(weights)
+    (path / name).write_bytes(data)
+    manifest.pop("sha256")
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps({**manifest, "sha256": digest}))
+    with pytest.raises(NonFiniteError, match=r"'transformer.ln_f.bias' in .* has values that are not finite"):
+        export(run, tmp_path / "model")
+    export(run, tmp_path / "model", accepts_nonfinite=True)

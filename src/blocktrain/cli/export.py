@@ -29,7 +29,13 @@ def export(options: argparse.Namespace) -> int:
         check_repository(options.push)
     quiet_libraries()
     folder = RunFolder(options.run)
-    out = export_run(folder, options.out, dtype=options.dtype, also=lambda place: write_card(folder, place))
+    out = export_run(
+        folder,
+        options.out,
+        dtype=options.dtype,
+        accepts_nonfinite=options.force,
+        also=lambda place: write_card(folder, place),
+    )
     address = None if options.push is None else push(out, options.push, public=options.public)
     if options.json:
         print(json.dumps({"exported": str(out), "pushed": address}))
@@ -56,6 +62,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="dtype of the weights (default: that of the weights at model.path, fp32 for a model that began at random "
         "ones; fp32 is bit for bit what training arrived at)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="export even if the last validation loss or a weight is not finite"
     )
     parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hugging Face hub")
     parser.add_argument(

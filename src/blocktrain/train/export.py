@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from torch import nn
 from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
-from blocktrain.errors import CheckpointError, ConfigError, storage_errors
+from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError, storage_errors
 from blocktrain.optim.precision import BF16_EXACT, join, preset
-from blocktrain.train.checkpoint import checkpoints, load_checkpoint
+from blocktrain.train.checkpoint import checkpoints, load_checkpoint, read_header
 from blocktrain.train.context import TrainingContext, build
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import to_mapping
@@ -29,16 +30,23 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def export(
-    folder: RunFolder, out: Path, *, dtype: ExportDtype | None = None, also: Callable[[Path], None] | None = None
+    folder: RunFolder,
+    out: Path,
+    *,
+    dtype: ExportDtype | None = None,
+    accepts_nonfinite: bool = False,
+    also: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
 
     dtype: of the weights; None for that of the weights that training began with at `model.path`, and fp32 where it
         began at random ones. fp32 is bit for bit what training arrived at, whatever the precision; other dtypes are
         rounded to nearest.
+    accepts_nonfinite: export a model even if its last validation loss, or one of its weights, is not finite.
     also: called with the folder before it appears, to add something (a model card) to it.
 
-    Raises `ConfigError` if `dtype` cannot hold a weight, and `CheckpointError` if there is no intact checkpoint.
+    Raises `ConfigError` if `dtype` cannot hold a weight, `CheckpointError` if there is no intact checkpoint, and
+    `NonFiniteError` for a model that has diverged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
@@ -48,6 +56,8 @@ def export(
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
+    if not accepts_nonfinite:
+        _require_finite_loss(found[-1])
     config = replace(
         config,
         optimizer=replace(config.optimizer, state="drop"),  # the run's own moments stay untouched
@@ -58,6 +68,8 @@ def export(
     context = build(config, folder.path)
     load_checkpoint(found[-1], context.partition, context.optimizer)
     _restore_masters(context)
+    if not accepts_nonfinite:
+        _require_finite_weights(context.model, found[-1])
     _round(context.model, _default_dtype(config.model) if dtype is None else DTYPES[dtype])
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
@@ -87,6 +99,27 @@ def _restore_masters(context: TrainingContext) -> None:
         for name, remainder in context.optimizer.block_low_bits(block.index).items():
             mine = block.part(name, half[name])
             block.part(name, block.parameters[name].data).copy_(join(mine, remainder.to(mine.device)))
+
+
+_DIVERGED = (
+    "the run has diverged, so its model is of no use: train again with a lower optimizer.lr or with "
+    "optimizer.max_grad_norm, or export it as it is with --force"
+)
+
+
+def _require_finite_loss(checkpoint: Path) -> None:
+    progress = read_header(checkpoint).progress
+    loss = float(progress.score.get("loss", 0.0))
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the last validation loss of '{checkpoint}' is {loss} (step {progress.evaluated}); {_DIVERGED}"
+        )
+
+
+def _require_finite_weights(model: nn.Module, checkpoint: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise NonFiniteError(f"'{name}' in '{checkpoint}' has values that are not finite; {_DIVERGED}")
 
 
 def _default_dtype(config: ModelConfig) -> torch.dtype:
