@@ -15,9 +15,11 @@ from blocktrain.errors import CheckpointError
 from blocktrain.integrations.card import card
 from blocktrain.records.log import read_events
 from blocktrain.records.run_records import Evaluation, Record
+from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.run_folder import RunFolder
 
 from ..run_events import Crash
+from ..train.test_export import rewrite
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +103,7 @@ def test_base_license_and_data_sets_are_named_where_known(tiny, run: RunFolder, 
     assert (data.base_model, data.license, data.license_name) == ("owner/base", "other", "tiny")
     assert data.license_link == "https://example.org"
     assert data.datasets is None
-    contents = tuned.read()
-    contents["config"]["text"]["source"] = "owner/data"
-    (tuned.path / "run.json").write_text(json.dumps(contents))
+    rewrite(checkpoints(tuned.checkpoints)[-1], facts={"datasets": ["owner/data"]})
     named: Any = ModelCard(card(tuned)).data
     assert named.datasets == ["owner/data"]
     alone: Any = ModelCard(card(run)).data

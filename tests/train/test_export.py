@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,15 @@ import torch
 import blocktrain as bt
 from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.cli.main import main
-from blocktrain.errors import ConfigError, NonFiniteError
-from blocktrain.train.checkpoint import checkpoints
+from blocktrain.data.facts import DataFacts
+from blocktrain.data.text import TextConfig
+from blocktrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from blocktrain.optim.precision import join
+from blocktrain.train.checkpoint import checkpoints, load_checkpoint, read_header
+from blocktrain.train.context import build
 from blocktrain.train.export import ExportDtype, export
 from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.toml_dataclasses import override
 
 Weights = dict[str, torch.Tensor]
 
@@ -26,6 +33,16 @@ pytestmark = pytest.mark.usefixtures("uncounted")
 
 def weights_of(folder: Path) -> Weights:
     return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def rewrite(checkpoint: Path, **tables: dict[str, Any]) -> None:
+    """Change entries of tables in a manifest."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    del manifest["sha256"]
+    for key, entries in tables.items():
+        manifest[key] |= entries
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (checkpoint / "checkpoint.json").write_text(json.dumps({**manifest, "sha256": digest}))
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +140,114 @@ def test_a_run_that_diverged_is_not_exported(tiny, tmp_path: Path, capsys: pytes
 def test_weights_that_are_not_finite_are_not_exported(tiny, tmp_path: Path) -> None:
     """Where the run stopped before the next evaluation, the last validation loss does not show it."""
     run = bt.run(tiny("stop.duration=2 steps"), tmp_path / "run")
-    path = checkpoints(run.checkpoints)[-1]
-    name, manifest = "weights-2.safetensors", json.loads((path / "checkpoint.json").read_text())
+    path, name = checkpoints(run.checkpoints)[-1], "weights-2.safetensors"
     weights = safetensors.torch.load_file(path / name)
     weights["transformer.ln_f.bias"][0] = torch.nan
     (path / name).unlink()  # it may be a hard link
     data = safetensors.torch.save(weights)
     (path / name).write_bytes(data)
-    manifest.pop("sha256")
-    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "checkpoint.json").write_text(json.dumps({**manifest, "sha256": digest}))
+    rewrite(path, files={name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
     with pytest.raises(NonFiniteError, match=r"'transformer.ln_f.bias' in .* has values that are not finite"):
         export(run, tmp_path / "model")
     export(run, tmp_path / "model", accepts_nonfinite=True)
+
+
+CHAT = {"source": "corpus.jsonl", "row_tokens": 64, "validation_share": 0.3, "cache": "cache", "template": "mine.jinja"}
+LABELLED = {"source": "corpus.jsonl", "row_tokens": 16, "validation_share": 0.3, "cache": "cache"}
+ROWS = """{"prompt": "good", "completion": "film", "text": "a", "label": "x"}
+{"prompt": "good", "completion": "film", "text": "b", "label": "y"}
+"""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
+WITHOUT_DATA = {
+    "rows of matrices": ["precision=bf16-exact", "model.config.n_layer=1", "blocks.largest=2000"],
+    "int8": ["precision=int8"],
+    "bf16": ["precision=bf16"],
+    "moments on disk": ["optimizer.state=disk"],
+    "layers that grow": ["model.zero_residuals=true", "model.grown_layers=copied"],
+    "chat": ["model.config.n_positions=64"],
+    "labelled": [],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_the_training_data_are_not_needed(
+    name: str, tiny_mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run copied without its data to another machine could not be exported: the data were opened first."""
+    monkeypatch.chdir(tmp_path)
+    mapping = json.loads(json.dumps(tiny_mapping))
+    corpus = Path(mapping.pop("text")["source"]).read_text()
+    Path("corpus.jsonl").write_text(ROWS * 20)
+    Path("corpus.txt").write_text(corpus)
+    Path("mine.jinja").write_text(TEMPLATE)
+    text = {"source": "corpus.txt", "row_tokens": 16, "cache": "cache", "validation_share": 0.2}
+    kind = name if name in ("chat", "labelled") else "text"
+    mapping[kind] = {"chat": CHAT, "labelled": LABELLED}.get(kind, text)
+    overrides = [*WITHOUT_DATA[name], "stop.duration=6 steps"]
+    run = bt.run(bt.RunConfig.from_mapping(override(mapping, overrides)), "run")
+    export(run, Path("with"), dtype="fp32")
+    for path in ("corpus.txt", "corpus.jsonl", "mine.jinja"):
+        Path(path).unlink()
+    shutil.rmtree("cache")
+    assert main(["export", "run", "without"]) == 0
+    names = sorted(path.name for path in Path("with").iterdir())
+    assert names == sorted(path.name for path in Path("without").iterdir() if path.name != "README.md")
+    assert all((Path("with") / name).read_bytes() == (Path("without") / name).read_bytes() for name in names)
+    if kind == "chat":
+        assert (Path("without") / "chat_template.jinja").read_text() == TEMPLATE
+    if kind == "labelled":
+        assert json.loads(Path("without/config.json").read_text())["id2label"] == {"0": "x", "1": "y"}
+    # what training arrived at, by way of the optimizer that a resumed run continues with
+    Path("corpus.jsonl").write_text(ROWS * 20)
+    Path("corpus.txt").write_text(corpus)
+    Path("mine.jinja").write_text(TEMPLATE)
+    config = run.config()
+    if config.precision == "int8":
+        config = dataclasses.replace(config, precision="bf16-exact")
+    context = build(config, tmp_path / "again")
+    load_checkpoint(checkpoints(run.checkpoints)[-1], context.partition, context.optimizer)
+    found = weights_of(Path("without"))
+    for block in context.partition:
+        low_bits = context.optimizer.block_low_bits(block.index)
+        for key, value in context.optimizer.block_weights(block.index).items():
+            if key in found:  # a tied weight is saved once
+                exact = join(value, low_bits[key]) if key in low_bits else value.float()
+                assert torch.equal(block.part(key, found[key]), exact), key
+
+
+def test_a_checkpoint_without_facts_is_refused(tiny, tmp_path: Path) -> None:
+    run = bt.run(tiny("stop.duration=1 steps"), tmp_path / "run")
+    path = checkpoints(run.checkpoints)[-1]
+    facts = read_header(path).facts
+    rewrite(path, facts={"tokenizer_fingerprint": "another"})
+    with pytest.raises(DataError, match="tokenizer 'bytes' has changed since the model was trained with it"):
+        export(run, tmp_path / "model")
+    rewrite(path, facts=dict(facts), rows={"0": {"transformer.wte.weight": [0, 5]}})
+    with pytest.raises(CheckpointError, match=r"another model than the configuration .* 'transformer.wte.weight'"):
+        export(run, tmp_path / "model")
+    contents = json.loads((path / "checkpoint.json").read_text())
+    del contents["facts"], contents["sha256"]
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps({**contents, "sha256": digest}))
+    with pytest.raises(CheckpointError, match="was written by an earlier version"):
+        export(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_checkpoint_without_all_weights_is_refused(tiny, tmp_path: Path) -> None:
+    """The model that a run.json describes after someone has changed it begins at random weights."""
+    run = bt.run(tiny("stop.duration=1 steps"), tmp_path / "run")
+    contents = run.read()
+    contents["config"]["model"]["config"]["n_layer"] = 5
+    (run.path / "run.json").write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match=r"\(3280 of the model's weights are not in it\)"):
+        export(run, tmp_path / "model")
+
+
+def test_data_sets_of_the_hub_are_facts(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of this machine can have a name like that of a data set; at the time of the export it may be gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    data = build(tiny(), tmp_path).data
+    assert DataFacts.of(data, TextConfig(source="owner/data:main", validation="data/mine")).datasets == ("owner/data",)
+    assert DataFacts.of(data, tiny().data).datasets == ()
