@@ -70,19 +70,30 @@ def test_the_fingerprint_depends_on_the_content_alone(gpt2, shared_data, tmp_pat
     assert load_tokenizer(str(copy)).fingerprint != gpt2.fingerprint
 
 
-@pytest.mark.parametrize("files", [{}, {"vocab.json": "{}"}, {"vocab.json": "no", "merges.txt": "no"}])
+# transformers makes an empty tokenizer of a model's class where it finds none of its files
+GPT2_ALONE = {"config.json": '{"model_type": "gpt2"}'}
+ONLY_SETTINGS = {"config.json": '{"model_type": "qwen2"}', "tokenizer_config.json": '{"eos_token": "<|endoftext|>"}'}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{}, {"vocab.json": "{}"}, {"vocab.json": "no", "merges.txt": "no"}, GPT2_ALONE, ONLY_SETTINGS],
+    ids=["empty", "only vocab.json", "damaged", "only a GPT-2", "no vocabulary"],
+)
 def test_a_folder_without_a_tokenizer(tmp_path, files):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=r"cannot load tokenizer '.*': .*; give 'bytes', a folder with tokenizer.json"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(
+        DataError, match=r"cannot load tokenizer '.*': .*; set chat.tokenizer = \"bytes\", or to a folder"
+    ):
+        load_tokenizer(str(tmp_path), key="chat.tokenizer")
 
 
 def test_a_tokenizer_without_end_of_text(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(str(tmp_path))
     with pytest.raises(DataError, match="has no end-of-text token, so documents cannot be separated"):
         load_tokenizer(str(tmp_path))

@@ -61,7 +61,7 @@ def test_tokens_are_those_of_llama2c(folder: Path, shared_data: Path):
 @pytest.mark.slow
 def test_the_gsm8k_example_runs_on_it(folder: Path, shared_data: Path, tmp_path: Path):
     """The example as it is, but for its length."""
-    places = {"chat.source": shared_data / "gsm8k", "model.path": folder, "chat.tokenizer": folder}
+    places = {"chat.source": shared_data / "gsm8k", "model.path": folder}
     short = {"chat.max_conversations": 40, "schedule.visit": "4 steps", "schedule.sweeps": 1, "batch.rows": 2}
     asked = {
         "evaluation.rows": 4,

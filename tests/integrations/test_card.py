@@ -15,9 +15,11 @@ from blocktrain.errors import CheckpointError
 from blocktrain.integrations.card import card
 from blocktrain.records.log import read_events
 from blocktrain.records.run_records import Evaluation, Record
+from blocktrain.train.checkpoint import checkpoints
 from blocktrain.train.run_folder import RunFolder
 
 from ..run_events import Crash
+from ..train.test_export import rewrite
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,36 @@ def test_without_a_checkpoint_there_is_nothing_to_describe(tiny, tmp_path: Path)
 def test_export_writes_it(run: RunFolder, tmp_path: Path) -> None:
     assert main(["export", str(run.path), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "README.md").read_text() == card(run)
+
+
+BASE_CARD = "---\nlicense: other\nlicense_name: tiny\nlicense_link: https://example.org\nbase_model: a/b\n---\n# Base\n"
+
+
+def test_base_license_and_data_sets_are_named_where_known(tiny, run: RunFolder, tmp_path: Path) -> None:
+    base = tmp_path / "models--owner--base" / "snapshots" / "0123abc"
+    assert main(["export", str(run.path), str(base)]) == 0
+    (base / "README.md").write_text(BASE_CARD)
+    mapping = tiny("stop.duration=1 steps").to_mapping()
+    mapping["model"] = {"path": str(base)}
+    tuned = bt.run(bt.RunConfig.from_mapping(mapping), tmp_path / "tuned")
+    data: Any = ModelCard(card(tuned)).data
+    assert (data.base_model, data.license, data.license_name) == ("owner/base", "other", "tiny")
+    assert data.license_link == "https://example.org"
+    assert data.datasets is None
+    rewrite(checkpoints(tuned.checkpoints)[-1], facts={"datasets": ["owner/data"]})
+    named: Any = ModelCard(card(tuned)).data
+    assert named.datasets == ["owner/data"]
+    alone: Any = ModelCard(card(run)).data
+    assert (alone.base_model, alone.license, alone.datasets) == (None, None, None)
+
+
+@pytest.mark.parametrize("text", [None, "no header", "---\n: [\n---\n"])
+def test_a_base_model_whose_card_says_nothing(text: str | None, tiny, run: RunFolder, tmp_path: Path) -> None:
+    assert main(["export", str(run.path), str(tmp_path / "base")]) == 0
+    (tmp_path / "base" / "README.md").unlink()
+    if text is not None:
+        (tmp_path / "base" / "README.md").write_text(text)
+    mapping = tiny("stop.duration=1 steps").to_mapping()
+    mapping["model"] = {"path": str(tmp_path / "base")}
+    data: Any = ModelCard(card(bt.run(bt.RunConfig.from_mapping(mapping), tmp_path / "tuned"))).data
+    assert (data.base_model, data.license) == (None, None)

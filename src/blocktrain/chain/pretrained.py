@@ -8,13 +8,16 @@ head, which is logged.
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from blocktrain.errors import ConfigError
@@ -66,6 +69,26 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
     if drawn:
         log.warning("the classification head is new and begins at random weights: %s", _some(sorted(drawn)))
     return model
+
+
+def saved_dtype(path: str) -> torch.dtype:
+    """The dtype of most of the weights at `path`, by the headers of their files; fp32 unless it is bf16 or fp16.
+
+    `path` is a folder or hub name whose weights `load_pretrained` has loaded. What its configuration says is not asked:
+    some name another dtype than that of their weights.
+    """
+    from transformers.utils.hub import cached_file
+
+    with library_errors(f"model.path '{path}' cannot be loaded"):
+        folder = Path(str(cached_file(path, "config.json"))).parent
+    scalars: Counter[str] = Counter()
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - it is no mapping
+                entry = weights.get_slice(name)
+                scalars[entry.get_dtype()] += math.prod(entry.get_shape())
+    ((most, _),) = scalars.most_common(1) or (("F32", 0),)
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
 
 
 def _head_parameters(model: Any) -> set[str]:

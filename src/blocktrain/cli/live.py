@@ -29,9 +29,11 @@ class LiveLine:
     step 412/900  loss 2.215  block 1  visit 5  sweep 2  11.2k tokens/s  412 MiB  left 1m 12s
     """
 
-    def __init__(self, console: Console, device: torch.device):
+    def __init__(self, console: Console, device: torch.device, *, tokenizer: str | None = None):
+        """tokenizer: the name of the run's tokenizer, for the first line; None for images."""
         self.console = console
         self.device = device
+        self.tokenizer = tokenizer
         self._header: RunHeader | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=50)  # (time, tokens) of the last steps
         self._smoothed: float | None = None
@@ -75,6 +77,7 @@ class LiveLine:
         what = (
             f"{header.model}, {format_count(header.parameters)} parameters in {count} "
             f"{'block' if count == 1 else 'blocks'}, {header.optimizer}, {header.precision}"
+            + ("" if self.tokenizer is None else f", tokenizer {self.tokenizer}")
         )
         self.console.print(f"[bold]{escape(header.name)}[/bold]  {escape(what)}", highlight=False)
         for block in header.blocks:

@@ -23,7 +23,8 @@ from blocktrain.train.trainer import Listener
 
 def live_line(config: RunConfig, options: argparse.Namespace) -> LiveLine:
     """The live line of a run. It is written to stderr where stdout is to hold JSON, and on rank 0 only."""
-    return LiveLine(Console(stderr=options.json, quiet=launched_rank() > 0), pick_device(config.device))
+    console = Console(stderr=options.json, quiet=launched_rank() > 0)
+    return LiveLine(console, pick_device(config.device), tokenizer=getattr(config.data, "tokenizer", None))
 
 
 @contextmanager

@@ -53,7 +53,8 @@ class ChatConfig:
         hub; rows of `messages`, `prompt` and `completion`, `question` and `answer`, or Alpaca's.
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the conversations that is held out where there is no such split.
-    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub; none: that of `model.path`, and "bytes" for a
+        model that is built from an `architecture`.
     template: a Jinja file; none: the tokenizer's own template, or a plain one where it has none.
     row_tokens: tokens in a row.
     layout: "packed" puts several conversations in a row and keeps them apart; "padded" puts one in a row and pads it.
@@ -65,7 +66,7 @@ class ChatConfig:
     source: str
     validation: str | None = None
     validation_share: float = 0.02
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     template: str | None = None
     row_tokens: int = 512
     layout: ChatLayout = "packed"
@@ -90,7 +91,7 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
     the cache cannot be written.
     """
     del seed
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, key="chat.tokenizer")
     template = ChatTemplate(tokenizer, config.template)
     home = cache_home(config.cache)
     corpora = open_sources(config.source, config.validation, text_field=None, cache=home)

@@ -103,7 +103,8 @@ class DataKind(Generic[ConfigT]):
     """A kind of training data.
 
     name: the table of the TOML file that configures it.
-    config: the dataclass that the table maps to; it is keyword-only and checks its own values.
+    config: the dataclass that the table maps to; it is keyword-only and checks its own values. If it has a field
+        `tokenizer` that is None, the configuration of a run sets it to `model.path`, or to "bytes" where there is none.
     open: reads the data, or finds them in the cache.
     describe: the "Data" section of a model card: one sentence in Markdown.
     has_vocabulary: the model predicts the next token, so its loss can be computed in chunks of tokens.

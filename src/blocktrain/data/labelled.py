@@ -37,7 +37,8 @@ class LabelledConfig:
     validation_share: the share of the texts that is held out where there is no such split.
     text_field: the field of a row that holds the text.
     label_field: the field whose values, text or whole numbers, are the classes.
-    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub; none: that of `model.path`, and "bytes" for a
+        model that is built from an `architecture`.
     row_tokens: tokens in a row; longer texts are cut off.
     max_documents: read at most this many texts of each source.
     cache: a folder for the tokens; none: blocktrain's folder in the user's cache.
@@ -48,7 +49,7 @@ class LabelledConfig:
     validation_share: float = 0.02
     text_field: str = "text"
     label_field: str = "label"
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     row_tokens: int = 128
     max_documents: int | None = None
     cache: str | None = None
@@ -70,7 +71,7 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     `StorageError` when the cache cannot be written.
     """
     del seed
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, key="labelled.tokenizer")
     home = cache_home(config.cache)
     corpora = open_sources(config.source, config.validation, text_field=None, cache=home)
     key = {

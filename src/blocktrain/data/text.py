@@ -22,7 +22,8 @@ class TextConfig:
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the documents that is held out where there is no such split.
     text_field: the field of a .jsonl, .parquet or .arrow row that holds the text.
-    tokenizer: "bytes", a folder, or a model on the Hugging Face hub.
+    tokenizer: "bytes", a folder, or a model on the Hugging Face hub; none: that of `model.path`, and "bytes" for a
+        model that is built from an `architecture`.
     row_tokens: tokens in a row.
     max_documents: read at most this many documents of each source.
     cache: a folder for the tokens; none: blocktrain's folder in the user's cache.
@@ -32,7 +33,7 @@ class TextConfig:
     validation: str | None = None
     validation_share: float = 0.02
     text_field: str = "text"
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     row_tokens: int = 128
     max_documents: int | None = None
     cache: str | None = None
@@ -53,7 +54,7 @@ def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
     cannot be written.
     """
     del seed
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, key="text.tokenizer")
     home = cache_home(config.cache)
     corpora = open_sources(config.source, config.validation, text_field=config.text_field, cache=home)
     key = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]  # (tokens,)
 
 END_OF_TEXT = "<|endoftext|>"
+
+# How a tokenizer was loaded, which transformers saves as if it were a property of it; `local_files_only` would keep the
+# next reader from the hub.
+_LOAD_KEYS = (
+    *("local_files_only", "is_local", "_is_local", "name_or_path", "cache_dir", "force_download", "proxies", "token"),
+    *("use_auth_token", "revision", "subfolder", "trust_remote_code", "_commit_hash", "tokenizer_file"),
+)
 
 
 class Tokenizer(Protocol):
@@ -149,34 +157,50 @@ class HuggingFaceTokenizer:
         _save(self.pretrained, folder)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: `"bytes"`, a folder, or a model of the Hugging Face hub.
+def load_tokenizer(name: str | None, *, key: str = "tokenizer") -> Tokenizer:
+    """The tokenizer called `name`: `"bytes"` (as is None), a folder, or a model of the Hugging Face hub.
 
     A folder with only `vocab.json` and `merges.txt` is read as GPT-2's tokenizer. Code that comes with a model is never
-    run. Raises `DataError` when there is no such tokenizer.
+    run. key: the configuration's key for `name`, for messages. Raises `DataError` when there is no such tokenizer.
     """
-    if name == "bytes":
+    if name is None or name == "bytes":
         return ByteTokenizer()
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and not may_be_on_hub(name):
         raise DataError(f"tokenizer '{name}' is not a folder (seen from {Path.cwd()}), and not a name on the hub")
+    way_out = (
+        f'set {key} = "bytes", or to a folder with tokenizer.json (or vocab.json and merges.txt), or to the name of a '
+        "model on the Hugging Face hub"
+    )
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_dir() and not any(_is_tokenizer_file(file) for file in files):
+        raise DataError(f"cannot load tokenizer '{name}': the folder has no files of a tokenizer; {way_out}")
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json"}:
             loaded = GPT2Tokenizer.from_pretrained(str(folder))
         else:
             loaded = AutoTokenizer.from_pretrained(str(folder) if files else name, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub each raise their own classes
-        raise DataError(
-            f"cannot load tokenizer '{name}': {first_line(error)}; give 'bytes', a folder with tokenizer.json (or "
-            "vocab.json and merges.txt), or the name of a model on the Hugging Face hub"
-        ) from error
+        raise DataError(f"cannot load tokenizer '{name}': {first_line(error)}; {way_out}") from error
+    # Where files are missing, transformers makes a tokenizer that knows the special tokens of its class alone.
+    if set(loaded.get_vocab()) <= {*loaded.get_added_vocab(), *loaded.all_special_tokens}:
+        raise DataError(f"cannot load tokenizer '{name}': its vocabulary is missing; {way_out}")
     return HuggingFaceTokenizer(name, loaded)
+
+
+def _is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer of `transformers`."""
+    known = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
+    return name in known or name.endswith((".model", ".tiktoken"))
 
 
 def _save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(str(folder))
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        kept = {key: value for key, value in settings.items() if key not in _LOAD_KEYS}
+        path.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,14 +13,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from blocktrain.chain.resnet import ResNet
+from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
-from blocktrain.train.checkpoint import checkpoints, step_of
+from blocktrain.train.checkpoint import checkpoints, read_header, step_of
 from blocktrain.train.config import RunConfig
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.units import format_bytes, format_count, format_seconds
@@ -66,6 +67,7 @@ def card(folder: RunFolder) -> str:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet, so there is no model to describe")
     step = step_of(found[-1])
     run, config = RunRecord.load(folder.path), folder.config()
+    facts = DataFacts.from_mapping(read_header(found[-1]).facts)
     evaluation = next((row for row in reversed(run.evaluations) if row.step <= step), None)
     environment = run.details.get("environment", {})
     hardware = [str(environment[key]) for key in ("device", "processor", "platform") if environment.get(key)]
@@ -73,7 +75,7 @@ def card(folder: RunFolder) -> str:
     values = {field.name: getattr(data, field.name) for field in fields(data)}
     places = {name: _last_part(value) for name, value in values.items() if isinstance(value, str)}
     return CARD.format(
-        header=_header(run, config, evaluation).to_yaml(),
+        header=_header(run, config, facts, evaluation).to_yaml(),
         name=run.header.name,
         model=run.header.model,
         parameters=format_count(run.header.parameters),
@@ -89,19 +91,21 @@ def card(folder: RunFolder) -> str:
 TASKS = {"tokens": "text-generation", "texts": "text-classification", "images": "image-classification"}
 
 
-def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> ModelCardData:
+def _header(run: RunRecord, config: RunConfig, facts: DataFacts, found: Evaluation | None) -> ModelCardData:
     metrics = []
     if found is not None:
         metrics.append(("loss", f"validation loss, nats per {run.header.unit.removesuffix('s')}", found.loss))
         if found.accuracy is not None:
             metrics.append(("accuracy", "validation accuracy", found.accuracy))
     task = TASKS[run.header.unit]
-    path, dataset = config.model.path, _last_part(config.data.source)
-    named = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    dataset = _last_part(config.data.source)
+    began_at = config.model.path if config.model.weights == "pretrained" else None
     return ModelCardData(
+        **({} if began_at is None else _license(began_at)),
         library_name="pytorch" if run.header.model == ResNet.__name__ else "transformers",
         pipeline_tag=task,
-        base_model=path if named and config.model.weights == "pretrained" else None,
+        base_model=None if began_at is None else _repository(began_at),
+        datasets=list(facts.datasets) or None,
         tags=["blocktrain", "block-coordinate-descent"],
         model_name=run.header.name,
         eval_results=[
@@ -118,6 +122,29 @@ def _header(run: RunRecord, config: RunConfig, found: Evaluation | None) -> Mode
         ]
         or None,
     )
+
+
+def _is_on_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _repository(path: str) -> str | None:
+    """The hub's name of the model at `path`: its own, or that of the cached snapshot that it is."""
+    if _is_on_hub(path):
+        return path
+    snapshot = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+", Path(path).expanduser().resolve().as_posix())
+    return None if snapshot is None else "/".join(snapshot.groups())
+
+
+def _license(path: str) -> dict[str, Any]:
+    """What the card of the model at `path` says of its license; nothing where it cannot be read."""
+    folder = Path(path).expanduser()
+    try:
+        file = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(path, "README.md"))
+        base = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # the hub, its YAML and the system each raise their own classes
+        return {}
+    return {key: base[key] for key in ("license", "license_name", "license_link") if base.get(key)}
 
 
 def _how(run: RunRecord) -> str:

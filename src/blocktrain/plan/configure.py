@@ -12,8 +12,9 @@ from blocktrain.plan.spec import ModelSpec
 
 HEAD = """# Written by `blocktrain plan`. {model} in {blocks} blocks on one {card}:
 # the planned peak is {peak} of device memory, the planned time of a step is {step}.
-# Choose your own text and tokenizer below; the model's vocabulary must be at least as large as the tokenizer's.
-# The weights begin at random. To fine-tune, replace the keys of [model] by path = "..." (a folder or hub name).
+# Choose your own text and tokenizer (text.tokenizer; bytes where it is left out) below; the model's vocabulary must be
+# at least as large as the tokenizer's. The weights begin at random. To fine-tune, replace the keys of [model] by
+# path = "..." (a folder or hub name): then the tokenizer is the one found there, unless text.tokenizer is set.
 """
 
 
@@ -59,7 +60,7 @@ def step_config(spec: ModelSpec, layout: Layout, *, seq: int, rows: int) -> dict
         memory["loss_chunk"] = layout.loss_chunk
     return {
         "precision": layout.precision.name,
-        "text": {"source": "stdlib", "tokenizer": "bytes", "row_tokens": seq},
+        "text": {"source": "stdlib", "row_tokens": seq},
         "model": {"architecture": spec.architecture, "config": spec.settings()},
         "blocks": blocks,
         "prefix": {"store": {"off": "off", "device": "device", "host": "host", "disk": "file"}[layout.cache]},

@@ -5,7 +5,8 @@
         state-0.safetensors       its optimizer's state           >  a block that has not changed since the last
         remainder-0.safetensors   what bf16 leaves out of it     /   checkpoint is a hard link to that one's file
         buffers.safetensors       BatchNorm statistics and the like
-        checkpoint.json           progress, model fingerprint, size and SHA-256 of each file
+        checkpoint.json           progress, model fingerprint, rows of divided matrices, facts of the data, size and
+                                  SHA-256 of each file
 
 So a checkpoint in mid-visit writes the active block alone. The folder is written under a temporary name, flushed to
 disk and renamed: it is there whole or not at all. Nothing in it is ever unpickled.
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, DataError, storage_errors
@@ -73,6 +74,7 @@ class CheckpointHeader:
     log_bytes: int  # length of events.jsonl at that moment
     data: str  # fingerprint of the training rows
     config: Mapping[str, Any] = field(default_factory=dict)  # the run's configuration
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the data, for `export` (`data/facts.py`)
 
 
 def fingerprint(partition: Partition) -> str:
@@ -170,6 +172,11 @@ def save_checkpoint(
                 "log_bytes": saved.log_bytes,
                 "data": saved.data,
                 "config": dict(saved.config),
+                "facts": dict(saved.facts),
+                "rows": {
+                    str(block.index): {name: [rows.start, rows.stop] for name, rows in block.rows.items()}
+                    for block in partition
+                },
                 "precision": trained.precision.name,
                 "optimizer": trained.progress(),
                 "files": _write_files(temporary, existing, partition, trained),
@@ -202,6 +209,7 @@ def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
         log_bytes=manifest["log_bytes"],
         data=manifest["data"],
         config=manifest["config"],
+        facts=manifest.get("facts", {}),
     )
 
 
@@ -228,10 +236,43 @@ def load_checkpoint(path: Path, partition: Partition, optimizer: BlockOptimizer)
             optimizer.load_block_weights(block.index, weights)
         optimizer.load_state_dict({**manifest["optimizer"], "blocks": states, "low_bits": low_bits})
         if "buffers.safetensors" in files:
-            buffers = dict(partition.model.named_buffers())
-            for name, value in load_file(path / "buffers.safetensors").items():
-                buffers[name].copy_(value)
+            _load_buffers(path, partition.model)
     return _header(manifest)
+
+
+@torch.no_grad()
+def load_exact_weights(path: Path, model: nn.Module) -> None:
+    """Put a checkpoint's weights into `model`, whose parameters are in fp32: bit for bit what training arrived at. It
+    needs neither the division into blocks nor an optimizer.
+
+    Raises `CheckpointError` when any file is missing or damaged, when the checkpoint is of another model, and when it
+    lacks some of the model's weights.
+    """
+    manifest = _read_manifest(path)
+    files, parameters = manifest["files"], dict(model.named_parameters(remove_duplicate=False))
+    missing = sum(parameter.numel() for parameter in model.parameters())
+    for name, entry in files.items():
+        if not name.startswith("state-"):
+            _verify(path / name, entry)
+    another = f"'{path}' is a checkpoint of another model than the configuration in run.json describes"
+    for index, rows in manifest["rows"].items():
+        for name, value in _read_block(path, int(index), files, low_bits=False)[0].items():
+            whole = parameters.get(name)
+            mine = whole if whole is None else whole[slice(*rows[name])] if name in rows else whole
+            if mine is None or mine.shape != value.shape:
+                raise CheckpointError(f"{another} (it has a '{name}' of shape {list(value.shape)})")
+            mine.copy_(value)
+            missing -= value.numel()
+    if missing:
+        raise CheckpointError(f"{another} ({missing} of the model's weights are not in it)")
+    if "buffers.safetensors" in files:
+        _load_buffers(path, model)
+
+
+def _load_buffers(path: Path, model: nn.Module) -> None:
+    buffers = dict(model.named_buffers())
+    for name, value in load_file(path / "buffers.safetensors").items():
+        buffers[name].copy_(value)
 
 
 def _read_block(

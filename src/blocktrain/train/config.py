@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +94,7 @@ class RunConfig:
             raise ConfigError(f"log_every must be at least 1, not {self.log_every}")
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, not {self.seed}")
+        object.__setattr__(self, "data", _with_tokenizer(self.data, self.model))
         preset(self.precision)
         for conflict in CONFLICTS:
             if conflict.when(self):
@@ -213,6 +214,13 @@ def _refused_by_layout(config: RunConfig) -> str | None:
     """The first key whose value the layout cannot work with."""
     refuses = {"data": {}, "pipeline": PIPELINE_REFUSES, "fsdp": FSDP_REFUSES}[config.distributed.layout]
     return next((key for key, is_refused in refuses.items() if is_refused(_value(config, key))), None)
+
+
+def _with_tokenizer(data: Any, model: ModelConfig) -> Any:
+    """`data` with the default of its tokenizer: a model that comes from a folder or the hub has one of its own."""
+    if getattr(data, "tokenizer", "") is not None:  # it is given, or the data are not tokenized
+        return data
+    return replace(data, tokenizer=model.path or "bytes")
 
 
 def _value(config: RunConfig, key: str) -> Any:

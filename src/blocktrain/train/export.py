@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from blocktrain.chain.model_loading import ModelConfig, load_model
+from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
-from blocktrain.errors import CheckpointError, ConfigError, storage_errors
-from blocktrain.optim.precision import BF16_EXACT, join, preset
-from blocktrain.train.checkpoint import checkpoints, load_checkpoint
-from blocktrain.train.context import TrainingContext, build
+from blocktrain.data.facts import DataFacts
+from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError, storage_errors
+from blocktrain.train.checkpoint import TrainerState, checkpoints, load_exact_weights, read_header
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import to_mapping
 
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None = None) -> Path:
+
+def export(
+    folder: RunFolder,
+    out: Path,
+    *,
+    dtype: ExportDtype | None = None,
+    accepts_nonfinite: bool = False,
+    also: Callable[[Path], None] | None = None,
+) -> Path:
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
+    The training data are not needed.
 
-    Weights are written in fp32, bit for bit what training arrived at, whatever the precision. also: called with the
-    folder before it appears, to add something (a model card) to it.
+    dtype: of the weights; None for that of the weights that training began with at `model.path`, and fp32 where it
+        began at random ones. fp32 is bit for bit what training arrived at, whatever the precision; other dtypes are
+        rounded to nearest.
+    accepts_nonfinite: export a model even if its last validation loss, or one of its weights, is not finite.
+    also: called with the folder before it appears, to add something (a model card) to it.
+
+    Raises `ConfigError` if `dtype` cannot hold a weight, `CheckpointError` if there is no intact checkpoint, and
+    `NonFiniteError` for a model that has diverged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
@@ -36,24 +55,35 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
-    config = replace(
-        config,
-        optimizer=replace(config.optimizer, state="drop"),  # the run's own moments stay untouched
-        memory=replace(config.memory, frozen="device"),
-        # Quantized weights are for training; their masters are those of the unquantized precision.
-        precision=BF16_EXACT.name if preset(config.precision).is_quantized else config.precision,
+    header = read_header(found[-1])
+    if not accepts_nonfinite:
+        _require_finite_loss(found[-1], header.progress)
+    if not header.facts:
+        raise CheckpointError(
+            f"'{found[-1]}' was written by an earlier version of blocktrain, which did not keep what an export needs; "
+            "train again with this version"
+        )
+    facts = DataFacts.from_mapping(header.facts)
+    model = load_model(
+        config.model,
+        vocab_size=facts.vocab_size,
+        row_tokens=facts.row_tokens,
+        classes=facts.classes,
+        pad_token=facts.pad_token,
     )
-    context = build(config, folder.path)
-    load_checkpoint(found[-1], context.partition, context.optimizer)
-    _restore_masters(context)
+    tokenizer = facts.load_tokenizer()
+    load_exact_weights(found[-1], model)
+    if not accepts_nonfinite:
+        _require_finite_weights(model, found[-1])
+    _round(model, _default_dtype(config.model) if dtype is None else DTYPES[dtype])
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            _save_model(context, temporary)
-            if context.tokenizer is not None:
-                context.tokenizer.save(temporary)
+            _save_model(model, config.model, temporary)
+            if tokenizer is not None:
+                tokenizer.save(temporary)
             if also is not None:
                 also(temporary)
             if out.exists():
@@ -65,24 +95,56 @@ def export(folder: RunFolder, out: Path, *, also: Callable[[Path], None] | None 
     return out
 
 
+_DIVERGED = (
+    "the run has diverged, so its model is of no use: train again with a lower optimizer.lr or with "
+    "optimizer.max_grad_norm, or export it as it is with --force"
+)
+
+
+def _require_finite_loss(checkpoint: Path, progress: TrainerState) -> None:
+    loss = float(progress.score.get("loss", 0.0))
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the last validation loss of '{checkpoint}' is {loss} (step {progress.evaluated}); {_DIVERGED}"
+        )
+
+
+def _require_finite_weights(model: nn.Module, checkpoint: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise NonFiniteError(f"'{name}' in '{checkpoint}' has values that are not finite; {_DIVERGED}")
+
+
+def _default_dtype(config: ModelConfig) -> torch.dtype:
+    is_loaded = config.path is not None and config.weights == "pretrained"
+    return saved_dtype(str(Path(str(config.path)).expanduser())) if is_loaded else torch.float32
+
+
 @torch.no_grad()
-def _restore_masters(context: TrainingContext) -> None:
-    half = {name: parameter.data for name, parameter in context.partition.whole.parameters.items()}
-    for name, parameter in context.partition.whole.parameters.items():
-        parameter.data = half[name].float()
-    for block in context.partition:
-        for name, remainder in context.optimizer.block_low_bits(block.index).items():
-            mine = block.part(name, half[name])
-            block.part(name, block.parameters[name].data).copy_(join(mine, remainder.to(mine.device)))
-
-
-def _save_model(context: TrainingContext, folder: Path) -> None:
-    if isinstance(context.model, ResNet):
-        tensors = {name: value.contiguous() for name, value in context.model.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(to_mapping(context.config.model)))
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights and buffers of `model`; raises `ConfigError` where a finite value would become infinite."""
+    if dtype == torch.float32:
         return
-    pretrained: Any = context.model
+    largest = torch.finfo(dtype).max
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_floating_point():
+            continue
+        rounded = tensor.to(dtype)
+        if bool((rounded.isinf() & tensor.isfinite()).any()):
+            raise ConfigError(
+                f"'{name}' has values of up to {float(tensor.abs().max()):.3g}, and {str(dtype).removeprefix('torch.')}"
+                f" ends at {largest:.3g}; export with --dtype {'fp32' if dtype == torch.bfloat16 else 'bf16 or fp32'}"
+            )
+        tensor.data = rounded
+
+
+def _save_model(model: nn.Module, config: ModelConfig, folder: Path) -> None:
+    if isinstance(model, ResNet):
+        tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(to_mapping(config)))
+        return
+    pretrained: Any = model
     if hasattr(pretrained.config, "use_cache"):
         pretrained.config.use_cache = True  # training kept no keys and values; generation needs it
-    pretrained.cpu().save_pretrained(folder)
+    pretrained.save_pretrained(folder)

@@ -23,8 +23,9 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError, Interrupted, NonFiniteError
 from blocktrain.records.log import EventLog, NoLog
 from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
@@ -280,9 +281,14 @@ class Trainer:
         source = make_source()
         self._log.sync()
         self.progress.techniques, self.progress.seconds = self._prepared.techniques.state(), self._seconds()
-        data = self.context.data.fingerprint
-        config = self.context.config.to_mapping()
-        header = CheckpointHeader(progress=self.progress, log_bytes=self._log.length(), data=data, config=config)
+        data, config = self.context.data, self.context.config
+        header = CheckpointHeader(
+            progress=self.progress,
+            log_bytes=self._log.length(),
+            data=data.fingerprint,
+            config=config.to_mapping(),
+            facts=asdict(DataFacts.of(data, config.data)),
+        )
         keep = self.context.config.checkpoint.keep
         write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
         return True
