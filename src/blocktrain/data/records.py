@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from blocktrain.data.document import Document
 from blocktrain.data.files import SourceFile
+from blocktrain.data.row_report import RowError
 from blocktrain.errors import DataError, first_line, nearest
 from blocktrain.parse import json_kind, parse_json
 
@@ -139,9 +140,9 @@ def decode(data: bytes, place: str) -> str:
 
 
 def require_text(value: object, field: str, place: str) -> str:
-    """`value` if it is text; raises `DataError` for null, numbers and lists."""
+    """`value` if it is text; raises `RowError` for null, numbers and lists."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: field '{field}' is {json_kind(value)}, not text")
+        raise RowError(f"{place}: field '{field}' is {json_kind(value)}, not text")
     return value
 
 
