@@ -58,7 +58,7 @@ def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) ->
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field, cache=cache)
     path = Path(source).expanduser()
     suffixes = RECORD_SUFFIXES if text_field is None else DOCUMENT_SUFFIXES
-    if path.exists():
+    if path.exists() or path.is_symlink():
         files = find_files(path, suffixes)
         return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field, cache=cache)
     if is_hub_name(source) and path.suffix not in suffixes:
