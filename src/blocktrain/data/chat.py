@@ -53,9 +53,9 @@ TooLong = Literal["drop", "truncate"]
 class ChatConfig:
     """Conversations to fine-tune on, with loss on the assistant's turns only.
 
-    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
-        hub; rows of `messages`, ShareGPT's `conversations`, `prompt` and `completion`, `question` and `answer`,
-        `query` and `response`, or Alpaca's.
+    source: a file or folder of .jsonl, .json, .csv, .tsv (also .gz or .zst), .parquet or .arrow rows, or "owner/name"
+        on the Hugging Face hub; rows of `messages`, ShareGPT's `conversations`, `prompt` and `completion`, `question`
+        and `answer`, `query` and `response`, or Alpaca's.
     fields: for a field of these shapes, or the `role` and `content` of messages, the name that it has in the rows,
         such as { messages = "dialog", content = "text" }.
     roles: the role that a role of the rows stands for, besides ShareGPT's human and gpt, such as { bot = "assistant" }.

@@ -2,7 +2,7 @@
 
 train-00000-of-00003.parquet   TinyStories-train.txt   train/data-00000-of-00001.arrow    -> train
 validation.jsonl   valid.txt   dev.parquet   books-val.txt   validation/0000.parquet      -> validation
-test.jsonl   test-00000-of-00002.parquet   test/...                                       -> test
+test.jsonl.gz   test-00000-of-00002.parquet   test/...                                    -> test
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from blocktrain.data.compression import uncompressed_name
 from blocktrain.data.content_digest import content_digest
 from blocktrain.data.document import Split
 from blocktrain.data.folder_walk import FolderFile, Identity, require_folder, walk_folder
@@ -54,6 +55,7 @@ def split_of(path: PurePath) -> Split | None:
     >>> split_of(PurePath("test/0000.parquet")), split_of(PurePath("input.txt"))
     ('test', None)
     """
+    path = uncompressed_name(path)
     if path.suffix in _NAMES_A_SPLIT:
         words = re.findall(r"[a-z]+", _SHARD.sub("", path.stem).lower())
         for word in words[:1] + words[-1:]:
@@ -95,9 +97,14 @@ def find_files(source: Path, suffixes: Collection[str]) -> Files:
 
 
 def _one_name_each(source: Path, files: Collection[FolderFile]) -> list[PurePath]:
-    """The path of each file, sorted; of several the one that says a split, else the one without links."""
+    """The path of each file, sorted; of several the one that says a split, else the one without links. A compressed
+    file beside the same file uncompressed is left out with a warning."""
     names: dict[Identity, list[FolderFile]] = {}
+    paths = {file.path for file in files}
     for file in files:
+        if (plain := uncompressed_name(file.path)) != file.path and plain in paths:
+            logger.warning("'%s' is left out because '%s' is beside it", source / file.path, plain.name)
+            continue
         names.setdefault(file.identity, []).append(file)
     chosen: list[PurePath] = []
     others: list[str] = []

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from blocktrain.data.compression import data_suffix
 from blocktrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def _entries(folder: Path, suffixes: Collection[str]) -> list[tuple[os.DirEntry[
         raise DataError(f"cannot read folder '{folder}': {error.strerror or error}") from error
     kept: list[tuple[os.DirEntry[str], os.stat_result]] = []
     for entry in visible:
-        status, suffix = _status(Path(entry.path)), PurePath(entry.name).suffix
+        status, suffix = _status(Path(entry.path)), data_suffix(PurePath(entry.name))
         if status is None:
             if suffix in suffixes:
                 raise _dangling(Path(entry.path))

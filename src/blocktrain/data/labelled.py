@@ -39,8 +39,8 @@ _TEXTS_PER_BATCH = 1024  # passed to the tokenizer at once
 class LabelledConfig:
     """Texts to train a classifier on.
 
-    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
-        hub.
+    source: a file or folder of .jsonl, .json, .csv, .tsv (also .gz or .zst), .parquet or .arrow rows, or "owner/name"
+        on the Hugging Face hub.
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the texts that is held out where there is no such split.
     text_field: the field of a row that holds the text.
