@@ -257,7 +257,9 @@ def test_fields_and_roles_of_the_configuration(tmp_path: Path):
     (tmp_path / "other" / "data" / "validation.jsonl").write_text(json.dumps({"dialog": talk}) + "\n")
     rows = open_chat(other).train
     assert torch.equal(rows.batch([0])["labels"], plain.batch([0])["labels"])
-    with pytest.raises(DataError, match=r"chat.fields names 'sytem', but none of the 2 train conversations has it"):
+    with pytest.raises(DataError, match=r"chat.fields names 'sytem', but none of the 4 conversations has it"):
         open_chat(write_rows(tmp_path, [GOOD] * 2, fields={"system": "sytem"}))
+    some = write_rows(tmp_path, [GOOD, {**GOOD, "persona": "Short."}], fields={"system": "persona"})
+    assert open_chat(some).train.num_conversations == 2  # no validation row has it
     with pytest.raises(ConfigError, match=r"fields has the unknown key 'dialog'"):
         ChatConfig(source="x", fields={"dialog": "messages"})

@@ -119,7 +119,15 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
     def write(folder: Path) -> None:
         both = training_and_validation(corpora, share=config.validation_share, limit=config.max_conversations)
         parts = zip(("train", "validation"), both, strict=True)
-        save_reports([_encode(documents, reader, template, folder / name) for name, documents in parts], folder)
+        missing = Counter[str]()
+        reports = [_encode(documents, reader, template, folder / name, missing) for name, documents in parts]
+        rows = sum(report.count for report in reports)
+        for name in config.fields.values():
+            if missing[name] == rows:
+                raise DataError(f"chat.fields names '{name}', but none of the {rows} conversations has it")
+        for report in reports:
+            report.check()
+        save_reports(reports, folder)
 
     source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
     folder = cached_folder(home, "chat", source=source, key=key, state=state, write=write)
@@ -147,11 +155,15 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
 
 
 def _encode(
-    documents: Iterable[Document], reader: ConversationReader, template: ChatTemplate, folder: Path
+    documents: Iterable[Document],
+    reader: ConversationReader,
+    template: ChatTemplate,
+    folder: Path,
+    missing: Counter[str],
 ) -> RowReport:
     """Write all conversations end to end: `tokens.bin`, uint32; `trained.bin`, a byte per token, 1 where the assistant
     wrote it; `starts.npy`, int64, where each conversation begins, and where the last one ends. Returns what was not
-    used; raises `DataError` if that is too much."""
+    used, and counts in `missing` the rows that do not have a field of `chat.fields`."""
     from datasets import Features, List, Value
 
     def encode(document: Document) -> dict[str, np.ndarray]:
@@ -170,7 +182,7 @@ def _encode(
     folder.mkdir()
     scratch = folder / "scratch"
     starts = [0]
-    report, missing = RowReport(rows=f"{folder.name} conversations"), Counter[str]()
+    report = RowReport(rows=f"{folder.name} conversations")
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         for row in map_documents(
             documents,
@@ -190,9 +202,6 @@ def _encode(
             tokens.write(row["ids"].astype(np.uint32).data)
             marks.write(row["trained"].astype(np.uint8).data)
             starts.append(starts[-1] + len(row["ids"]))
-    if everywhere := sorted(name for name, rows in missing.items() if rows == report.count):
-        raise DataError(f"chat.fields names '{everywhere[0]}', but none of the {report.count} {report.rows} has it")
-    report.check()
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     shutil.rmtree(scratch)
     return report
