@@ -23,7 +23,8 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from blocktrain.data.cache_folder import cached_folder
-from blocktrain.data.conversation import ChatTemplate, messages_of
+from blocktrain.data.chat_template import ChatTemplate
+from blocktrain.data.conversation import ConversationReader
 from blocktrain.data.document import Document
 from blocktrain.data.files import find_files
 from blocktrain.data.records import DOCUMENT_SUFFIXES, record_of
@@ -143,11 +144,11 @@ def tokenizing(source: str, tokenizer_name: str, limit: int | None) -> dict[str,
 
 def rendering(source: str, tokenizer_name: str) -> dict[str, Any]:
     """Conversations to tokens by a chat template: in a loop, and by `map` in this process and in two."""
-    template = ChatTemplate(load_tokenizer(tokenizer_name))
+    reader, template = ConversationReader(), ChatTemplate(load_tokenizer(tokenizer_name))
     documents = list(training_documents(source, None, None, Path("unused")))
 
     def encode(row: dict[str, str]) -> dict[str, np.ndarray]:
-        ids, trained = template.encode(messages_of(record_of(Document(**row)), row["id"]), row["id"])
+        ids, trained = template.encode(reader.read(record_of(Document(**row)), row["id"]), row["id"])
         return {"ids": ids, "trained": trained}
 
     def mapped(folder: Path, processes: int | None) -> None:

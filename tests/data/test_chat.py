@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 
 from blocktrain.data.chat import IGNORED, ChatConfig, ChatRows, open_chat
+from blocktrain.data.chat_template import DEFAULT
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import ConfigError, DataError, StorageError
 
@@ -165,3 +166,100 @@ def test_no_room_for_the_scratch_files(
     assert not [path for path in (tmp_path / "cache").glob("chat-*/*") if path.is_dir()]
     folder = open_chat(config).train.folder
     assert {path.name for path in folder.iterdir()} == {"starts.npy", "tokens.bin", "trained.bin"}
+
+
+def write_rows(folder: Path, rows: list[Any], **settings) -> ChatConfig:
+    """Rows to train on, as they are, and two good ones to validate on."""
+    data = folder / "data"
+    data.mkdir(exist_ok=True)
+    (data / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (data / "validation.jsonl").write_text("\n".join(json.dumps(GOOD) for _ in range(2)))
+    return ChatConfig(source=str(data), cache=str(folder / "cache"), row_tokens=96, **settings)
+
+
+GOOD = {"prompt": "2 + 2?", "completion": "4"}
+NULL = {"prompt": "2 + 2?", "completion": None}
+
+
+def test_fields_that_are_not_read_are_named_once_for_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """They vanished in silence. A run that finds the tokens in the cache warns as well."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [{**GOOD, "id": 1}, {**GOOD, "id": 2, "tools": tools}, {**GOOD, "id": None, "note": ""}, GOOD]
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            open_chat(write_rows(tmp_path, rows))
+        named = "these fields are not read: 'id' (2 rows), 'tools' (1 rows) of 6 rows; chat.fields says which"
+        assert [named in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_rows_without_other_fields_give_no_warning(write: Write, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        open_chat(write())
+    assert caplog.records == []
+
+
+def test_a_bad_row_is_skipped_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One bad row in a file of any size ended the run."""
+    clean = open_chat(write_rows(tmp_path, [GOOD] * 9)).train
+    rows = clean
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            rows = open_chat(write_rows(tmp_path, [*[GOOD] * 4, NULL, *[GOOD] * 5])).train
+        text = (
+            "1 of 10 train conversations cannot be used and are skipped; they: 'train.jsonl#4': field 'completion' is"
+        )
+        assert [text in record.getMessage() for record in caplog.records] == [True]
+    for name in ("input_ids", "labels"):
+        assert torch.equal(rows.batch(range(len(rows)))[name], clean.batch(range(len(clean)))[name])
+
+
+def test_many_bad_rows_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(DataError, match=r"2 of 10 train conversations cannot be used.* the first: 'train.jsonl#3'"):
+        open_chat(write_rows(tmp_path, [*[GOOD] * 3, NULL, NULL, *[GOOD] * 5]))
+    with pytest.raises(DataError, match=r"1 of 1 train conversations cannot be used"):
+        open_chat(write_rows(tmp_path, [NULL]))
+    bad = [NULL, {"messages": []}, {"text": "x"}, {"prompt": "a", "completion": 3}]
+    with caplog.at_level(logging.WARNING):
+        open_chat(write_rows(tmp_path, [*bad, *[GOOD] * 396]))
+    shown = caplog.records[0].getMessage()
+    assert "4 of 400 train conversations cannot be used and are skipped; the first: 'train.jsonl#0'" in shown
+    assert "'train.jsonl#2' is not a conversation" in shown
+    assert "#3" not in shown
+    with pytest.raises(DataError, match=r"5 of 401 train conversations cannot be used, and at most 1 %"):
+        open_chat(write_rows(tmp_path, [*bad, NULL, *[GOOD] * 396]))
+
+
+def test_a_row_that_the_template_refuses_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    template = tmp_path / "strict.jinja"
+    template.write_text("{% if 'x' in messages[0]['content'] %}{{ raise_exception('no x') }}{% endif %}" + DEFAULT)
+    with caplog.at_level(logging.WARNING):
+        rows = [GOOD, {**GOOD, "prompt": "x"}, GOOD]
+        assert open_chat(write_rows(tmp_path, rows, template=str(template))).train.num_conversations == 2
+    assert "'train.jsonl#1': the chat template refuses this conversation: no x" in caplog.text
+
+
+def test_a_line_that_is_no_json_stays_an_error(tmp_path: Path):
+    config = write_rows(tmp_path, [GOOD] * 300)
+    with (tmp_path / "data" / "train.jsonl").open("a") as file:
+        file.write('\n{"prompt": "torn')
+    with pytest.raises(DataError, match=r"line 301 is not JSON"):
+        open_chat(config)
+
+
+def test_fields_and_roles_of_the_configuration(tmp_path: Path):
+    talk = [{"from": "guest", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    plain = open_chat(write_rows(tmp_path, [GOOD] * 2)).train
+    (tmp_path / "other").mkdir()
+    fields, roles = {"conversations": "dialog"}, {"guest": "user"}
+    other = write_rows(tmp_path / "other", [{"dialog": talk}] * 2, fields=fields, roles=roles)
+    (tmp_path / "other" / "data" / "validation.jsonl").write_text(json.dumps({"dialog": talk}) + "\n")
+    rows = open_chat(other).train
+    assert torch.equal(rows.batch([0])["labels"], plain.batch([0])["labels"])
+    with pytest.raises(DataError, match=r"chat.fields names 'sytem', but none of the 4 conversations has it"):
+        open_chat(write_rows(tmp_path, [GOOD] * 2, fields={"system": "sytem"}))
+    some = write_rows(tmp_path, [GOOD, {**GOOD, "persona": "Short."}], fields={"system": "persona"})
+    assert open_chat(some).train.num_conversations == 2  # no validation row has it
+    with pytest.raises(ConfigError, match=r"fields has the unknown key 'dialog'"):
+        ChatConfig(source="x", fields={"dialog": "messages"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -80,3 +81,30 @@ def test_the_first_validation_texts_are_of_all_classes(tmp_path: Path) -> None:
     data = open_labelled(config(tmp_path, validation=f"text,label\n{sides}"))
     assert 3 <= int(data.validation.labels[:16].sum()) <= 13
     assert int(data.validation.labels.sum()) == 40
+
+
+def test_fields_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a pair of sentences the second one vanished in silence."""
+    rows = "text,second,label\nfine,too,good\nbad,,bad\n"
+    with caplog.at_level(logging.WARNING):
+        open_labelled(config(tmp_path, rows))
+    assert "these fields are not read: 'second' (1 rows) of 3 rows; text_field and label_field name" in caplog.text
+
+
+def test_a_bad_row_is_skipped_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": "fine", "label": "good"}, {"text": None, "label": "bad"}, {"text": "no", "label": "bad"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]))
+    settings = LabelledConfig(source=str(tmp_path), cache=str(tmp_path / "cache"), row_tokens=12)
+    with caplog.at_level(logging.WARNING):
+        data = open_labelled(settings)
+    assert data.train.labels.tolist() == [1, 0]
+    assert data.train.batch([1])["input_ids"][0].tolist()[:3] == [*b"no", 256]
+    assert (
+        "1 of 3 train texts cannot be used and are skipped; they: 'train.jsonl#1': field 'text' is null" in caplog.text
+    )
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "x", "label": 0.5}])))
+    with pytest.raises(
+        DataError, match=r"2 of 4 train texts cannot be used.* the first: 'train.jsonl#1': field 'text'"
+    ):
+        open_labelled(settings)

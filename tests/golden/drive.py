@@ -95,8 +95,10 @@ def train(name: str) -> None:
 def train_alone(name: str) -> None:
     """In this process, or as one of several that have found each other."""
     import blocktrain as bt
+    from blocktrain.errors import NonFiniteError
 
-    bt.run(bt.RunConfig.load(f"{name}.toml", RUNS[name].overrides), name)
+    with contextlib.suppress(*([NonFiniteError] if RUNS[name].diverges else [])):
+        bt.run(bt.RunConfig.load(f"{name}.toml", RUNS[name].overrides), name)
 
 
 class Crash(BaseException):

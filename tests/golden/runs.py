@@ -140,7 +140,7 @@ class Run:
     command: "train"; "interrupted": trained, stopped by a signal in step `SIGNALLED`, resumed, ended without a
         checkpoint at `CRASHED`, and resumed; "compare": the command of that name with these `methods`.
     tolerance: relative, of numbers from another machine. processes: started together.
-    exported: also record the weights that `blocktrain export` writes.
+    exported: also record the weights that `blocktrain export` writes. diverges: the run ends with a `NonFiniteError`.
     """
 
     covers: str
@@ -151,6 +151,7 @@ class Run:
     tolerance: float = FINE
     processes: int = 1
     exported: bool = False
+    diverges: bool = False
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -266,6 +267,7 @@ RUNS: Mapping[str, Run] = {
     ),
     "skipped": Run(
         covers="steps that are skipped because the loss is not finite",
+        diverges=True,
         overrides=("on_nonfinite=skip", "optimizer.lr=1e30", "optimizer.max_grad_norm=1e30"),
     ),
     "interrupted": Run(

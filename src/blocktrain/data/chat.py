@@ -12,10 +12,12 @@ ignore them; `train/context.py` finds out which by running the model.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -25,11 +27,13 @@ import torch
 
 from blocktrain.data.bin_packing import best_fit
 from blocktrain.data.cache_folder import cache_home, cached_folder
-from blocktrain.data.conversation import ChatTemplate, messages_of
+from blocktrain.data.chat_template import ChatTemplate
+from blocktrain.data.conversation import ConversationReader
 from blocktrain.data.document import Document
 from blocktrain.data.kinds import DataKind, TrainingData, register
 from blocktrain.data.parallel_map import map_documents
 from blocktrain.data.records import record_of
+from blocktrain.data.row_report import RowError, RowReport, load_reports, save_reports, warn_of_unused
 from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import ConfigError, DataError
@@ -39,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100  # a label that the loss leaves out, as everywhere in transformers
 
-_FORMAT = 1
+_FORMAT = 2  # part of the key of every cache: raise it where the tokens of the same data change
 
 ChatLayout = Literal["packed", "padded"]
 TooLong = Literal["drop", "truncate"]
@@ -49,8 +53,12 @@ TooLong = Literal["drop", "truncate"]
 class ChatConfig:
     """Conversations to fine-tune on, with loss on the assistant's turns only.
 
-    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
-        hub; rows of `messages`, `prompt` and `completion`, `question` and `answer`, or Alpaca's.
+    source: a file or folder of .jsonl, .json, .csv, .tsv (also .gz or .zst), .parquet or .arrow rows, or "owner/name"
+        on the Hugging Face hub; rows of `messages`, ShareGPT's `conversations`, `prompt` and `completion`, `question`
+        and `answer`, `query` and `response`, or Alpaca's.
+    fields: for a field of these shapes, or the `role` and `content` of messages, the name that it has in the rows,
+        such as { messages = "dialog", content = "text" }.
+    roles: the role that a role of the rows stands for, besides ShareGPT's human and gpt, such as { bot = "assistant" }.
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the conversations that is held out where there is no such split.
     tokenizer: "bytes", a folder, or a model on the Hugging Face hub; none: that of `model.path`, and "bytes" for a
@@ -64,6 +72,8 @@ class ChatConfig:
     """
 
     source: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
     validation: str | None = None
     validation_share: float = 0.02
     tokenizer: str | None = None
@@ -81,13 +91,15 @@ class ChatConfig:
             raise ConfigError(f"row_tokens is {self.row_tokens}; a row needs at least 2 tokens to predict one")
         if self.max_conversations is not None and self.max_conversations < 1:
             raise ConfigError(f"max_conversations is {self.max_conversations}; it must be at least 1, or left out")
+        ConversationReader(self.fields, self.roles)  # raises ConfigError
 
 
 def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
     """The rows of `config`; conversations are rendered and tokenized now if they are not in the cache yet. No seed
     matters.
 
-    Raises `DataError` when data are missing, have no known shape, or are refused by the template; `StorageError` when
+    Warns of fields that are not read, and of rows that cannot be used, which are skipped. Raises `DataError` when data
+    are missing, or more than 1 % of the rows have no known shape or are refused by the template; `StorageError` when
     the cache cannot be written.
     """
     del seed
@@ -100,15 +112,27 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
         "validation_share": config.validation_share,
         "max_conversations": config.max_conversations,
         "template": template.fingerprint,
+        "fields": dict(config.fields),
+        "roles": dict(config.roles),
     }
+    reader = ConversationReader(config.fields, config.roles)
 
     def write(folder: Path) -> None:
         both = training_and_validation(corpora, share=config.validation_share, limit=config.max_conversations)
-        for name, documents in zip(("train", "validation"), both, strict=True):
-            _encode(documents, template, folder / name)
+        parts = zip(("train", "validation"), both, strict=True)
+        missing = Counter[str]()
+        reports = [_encode(documents, reader, template, folder / name, missing) for name, documents in parts]
+        rows = sum(report.count for report in reports)
+        for name in config.fields.values():
+            if missing[name] == rows:
+                raise DataError(f"chat.fields names '{name}', but none of the {rows} conversations has it")
+        for report in reports:
+            report.check()
+        save_reports(reports, folder)
 
     source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
     folder = cached_folder(home, "chat", source=source, key=key, state=state, write=write)
+    warn_of_unused(load_reports(folder), config.source, "chat.fields says which field is which")
     train, validation = (
         ChatRows(
             folder / name,
@@ -131,31 +155,57 @@ def open_chat(config: ChatConfig, *, seed: int = 0) -> TrainingData[ChatRows]:
     )
 
 
-def _encode(documents: Iterable[Document], template: ChatTemplate, folder: Path) -> None:
+def _encode(
+    documents: Iterable[Document],
+    reader: ConversationReader,
+    template: ChatTemplate,
+    folder: Path,
+    missing: Counter[str],
+) -> RowReport:
     """Write all conversations end to end: `tokens.bin`, uint32; `trained.bin`, a byte per token, 1 where the assistant
-    wrote it; `starts.npy`, int64, where each conversation begins, and where the last one ends."""
+    wrote it; `starts.npy`, int64, where each conversation begins, and where the last one ends. Returns what was not
+    used, and counts in `missing` the rows that do not have a field of `chat.fields`."""
     from datasets import Features, List, Value
 
     def encode(document: Document) -> dict[str, np.ndarray]:
-        ids, trained = template.encode(messages_of(record_of(document), document.id), document.id)
-        return {"ids": ids, "trained": trained}
+        record, place = record_of(document), f"'{document.id}'"
+        note: dict[str, object] = {"missing": reader.missing(record)}
+        ids, trained = np.empty(0, np.int64), np.empty(0, bool)
+        try:
+            conversation = reader.read(record, place)
+            ids, trained = template.encode(conversation, place)
+            note["ignored"] = [*conversation.ignored, *template.unread(conversation)]
+        except RowError as error:
+            note["bad"] = str(error)
+        # As bytes, because other processes write it.
+        return {"ids": ids, "trained": trained, "note": np.frombuffer(json.dumps(note).encode(), np.uint8)}
 
     folder.mkdir()
     scratch = folder / "scratch"
     starts = [0]
+    report = RowReport(rows=f"{folder.name} conversations")
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         for row in map_documents(
             documents,
             encode,
-            features=Features({"ids": List(Value("uint32")), "trained": List(Value("bool"))}),
+            features=Features(
+                {"ids": List(Value("uint32")), "trained": List(Value("bool")), "note": List(Value("uint8"))}
+            ),
             scratch=scratch,
             label=f"rendering {folder.name} conversations",
         ):
+            note = json.loads(row["note"].astype(np.uint8).tobytes())
+            missing.update(note["missing"])
+            if "bad" in note:
+                report.skip(note["bad"])
+                continue
+            report.add(note["ignored"])
             tokens.write(row["ids"].astype(np.uint32).data)
             marks.write(row["trained"].astype(np.uint8).data)
             starts.append(starts[-1] + len(row["ids"]))
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     shutil.rmtree(scratch)
+    return report
 
 
 class ChatRows:

@@ -1,154 +1,235 @@
-"""Conversations: from a row of fields to messages, from messages to tokens, and which of those the assistant wrote.
+"""Conversations: from a row of fields to messages.
 
 Whatever the shape of the data, the rest of the package sees messages:
 
     messages                               [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]
-    instruction, (input), output           Alpaca; the input follows the instruction after an empty line
+    conversations                          ShareGPT: [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]
     prompt, completion                     each is a text or a list of messages
     question, answer                       GSM8K
+    instruction, (input), output           Alpaca; the input follows the instruction after an empty line
+    query, response
 
-A prompt with its completion is a conversation of two turns, so there is one way to mask, pack and evaluate. Only the
-assistant's tokens are learned:
-
-    user:\nWhat is 1 + 1?\nassistant:\n2<eos>          the default template
-    .................................| 1  1          trained
-
-The template is the tokenizer's own and is rendered by `transformers`. If it marks the assistant's turns
-(`{% generation %}`), the marks decide. If not, a turn consists of the tokens by which the rendered conversation grows
-when the turn is added; a template that rewrites earlier tokens is refused.
+A prompt with its completion is a conversation of two turns, so there is one way to mask, pack and evaluate. `system`
+becomes the first message, `history`, a list of [user, assistant] pairs, the turns before the prompt, and `tools` is
+passed to the chat template. Every field that holds something and is not read is named.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from blocktrain.data.records import require_text
-from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.errors import ConfigError, DataError, first_line
+from blocktrain.data.row_report import RowError, filled_fields, is_empty
+from blocktrain.errors import ConfigError, DataError, nearest
+from blocktrain.parse import json_kind, parse_json
 
 Message = dict[str, Any]  # a role, a content, and whatever a chat template reads
-
-_PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
-
-
-def messages_of(record: Mapping[str, object], place: str) -> list[Message]:
-    """The conversation in `record`, recognized by its keys; raises `DataError`, naming `place`, where there is none."""
-    listed = record.get("messages")
-    messages = _pair(record, place) if listed is None else _messages(listed, "messages", place)
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(sorted({message["role"] for message in messages}))
-        raise DataError(f"{place}: no message is from the assistant, so there is nothing to learn (roles: {roles})")
-    return messages
+Tool = dict[str, Any]  # the JSON schema of a function
 
 
-def _pair(record: Mapping[str, object], place: str) -> list[Message]:
-    for prompt, answer in _PAIRS:
-        if prompt in record and answer in record:
-            user = _side(record[prompt], "user", prompt, place)
-            if prompt == "instruction" and record.get("input"):
-                user[-1]["content"] += "\n\n" + require_text(record["input"], "input", place)
-            return [*user, *_side(record[answer], "assistant", answer, place)]
-    pairs = ", ".join(f"{prompt} and {answer}" for prompt, answer in _PAIRS)
-    raise DataError(
-        f"{place} is not a conversation: its fields are {', '.join(record) or 'none'}; known shapes: messages, {pairs}"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The messages of a row.
+
+    tools: what the assistant may call; None: nothing.
+    ignored: the fields of the row that are not read although they hold something.
+    """
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    ignored: tuple[str, ...] = ()
 
 
-def _side(value: object, role: str, field: str, place: str) -> list[Message]:
-    if isinstance(value, list):
-        return _messages(value, field, place)
-    return [{"role": role, "content": require_text(value, field, place)}]
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """A shape is recognized by its `required` fields; `optional` fields are read where a row has them."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
 
 
-def _messages(value: object, field: str, place: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: '{field}' must be a list of messages, not {type(value).__name__}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(
-                f"{place}: each message in '{field}' must have a role and a content, not {str(message)[:80]!r}"
-            )
-    return [dict(message) for message in value]
+# A row of several shapes has the first of them.
+SHAPES = (
+    RowShape(required=("messages",), optional=("system", "tools")),
+    RowShape(required=("conversations",), optional=("system", "tools")),
+    RowShape(required=("prompt", "completion"), optional=("system", "history", "tools")),
+    RowShape(required=("question", "answer"), optional=("system", "history", "tools")),
+    RowShape(required=("instruction", "output"), optional=("input", "system", "history", "tools")),
+    RowShape(required=("query", "response"), optional=("system", "history", "tools")),
+)
+FIELDS = tuple(dict.fromkeys(name for shape in SHAPES for name in (*shape.required, *shape.optional)))
+MESSAGE_FIELDS = {"role": ("role", "from"), "content": ("content", "value")}  # the first that a message has
+KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+_PREFERENCE = ("chosen", "rejected")
 
 
-# For tokenizers without a template: roles as words, and the end-of-text token after each answer.
-DEFAULT = """\
-{{ bos_token if bos_token else '' }}\
-{%- for message in messages %}\
-{{- message['role'] + ':\\n' }}\
-{%- if message['role'] == 'assistant' %}\
-{%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}\
-{%- else %}{{- message['content'] + '\\n' }}{%- endif %}\
-{%- endfor %}\
-{%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
+class ConversationReader:
+    """Reads rows as conversations."""
 
-_QUIET = {"verbose": False}  # ChatRows warns once about conversations that are too long
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+    def __init__(self, fields: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None):
+        """fields: for a field of `FIELDS` or `MESSAGE_FIELDS` the name that it has in the rows, where it has another.
+        roles: the role that a role of the rows stands for, besides ShareGPT's.
 
-
-class ChatTemplate:
-    """A tokenizer with its chat template. The template is set on the tokenizer, so that an export contains it."""
-
-    def __init__(self, tokenizer: Tokenizer, path: str | None = None):
-        """path: a Jinja file to use instead of the tokenizer's template; raises `ConfigError` if it cannot be read."""
-        self._pretrained: Any = tokenizer.pretrained
-        if path is not None:
-            try:
-                self._pretrained.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"template '{path}' cannot be read: {error}") from None
-        elif self._pretrained.chat_template is None:
-            self._pretrained.chat_template = DEFAULT
-        text = self._pretrained.get_chat_template()
-        self._marks = self._pretrained.is_fast and _MARKS.search(text) is not None
-        self.fingerprint = hashlib.sha256(f"{tokenizer.fingerprint} {text}".encode()).hexdigest()[:16]
-
-    def encode(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, int64 (T,), and whether the assistant wrote each, bool (T,).
-
-        Raises `DataError`, naming `place`, if the template refuses the conversation.
+        Raises `ConfigError` for a field that does not exist, or a name that is given to two.
         """
-        try:
-            if self._marks:
-                rendered = self._pretrained.apply_chat_template(
-                    messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
-                )
-                return np.array(rendered["input_ids"]), np.array(rendered["assistant_masks"], bool)
-            return self._by_growth(messages, place)
-        except DataError:
-            raise
-        except Exception as error:  # a template raises any class, Jinja's errors among others
-            raise DataError(f"{place}: the chat template refuses this conversation: {first_line(error)}") from error
+        self._fields = dict(fields or {})
+        for name, in_row in self._fields.items():
+            if name not in (*FIELDS, *MESSAGE_FIELDS):
+                raise ConfigError(f"fields has the unknown key '{name}'; {nearest(name, (*FIELDS, *MESSAGE_FIELDS))}")
+            if not in_row:
+                raise ConfigError(f"fields.{name} is empty; give the name that the field has in the rows")
+        self._renamed = {in_row: name for name, in_row in self._fields.items() if name in FIELDS}
+        if len(self._renamed) < sum(name in FIELDS for name in self._fields):
+            raise ConfigError(f"fields names one field of the rows twice: {self._fields}")
+        self._roles = {**SHAREGPT_ROLES, **(roles or {})}
+        self._known_roles = KNOWN_ROLES | set(self._roles.values())
+        # Whoever names the fields of a shape wants this shape.
+        self._shapes = sorted(SHAPES, key=lambda shape: not any(name in self._fields for name in shape.required))
 
-    def _by_growth(self, messages: list[Message], place: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._ids(messages)
-        trained = np.zeros(len(ids), bool)
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._ids(messages[:turn], prompt=True)
-                until = self._ids(messages[: turn + 1])
-                if not (_starts_with(until, before) and _starts_with(ids, until)):
-                    raise DataError(
-                        f"{place}: the chat template rewrites what comes before message {turn + 1}, so the assistant's "
-                        "tokens cannot be found; mark them with {% generation %} in a template of your own"
-                    )
-                trained[len(before) : len(until)] = True
-        return ids, trained
+    def missing(self, record: Mapping[str, object]) -> list[str]:
+        """The names of `fields` that this row does not have."""
+        return [in_row for in_row in self._renamed if in_row not in record]
 
-    def _ids(self, messages: list[Message], *, prompt: bool = False) -> np.ndarray:
-        if not messages:  # the assistant has the first turn
-            return np.empty(0, np.int64)
-        rendered = self._pretrained.apply_chat_template(
-            messages, add_generation_prompt=prompt, return_dict=True, tokenizer_kwargs=_QUIET
+    def read(self, record: Mapping[str, object], place: str) -> Conversation:
+        """The conversation in `record`, recognized by its fields.
+
+        Raises `RowError`, naming `place`, where there is none; `DataError` where it is a choice of two answers.
+        """
+        values = {self._renamed.get(name, name): value for name, value in self._unshadowed(record).items()}
+        shape = self._shape(values, place)
+        read = (*shape.required, *shape.optional)
+        ignored = filled_fields(record, but=[self._fields.get(name, name) for name in read])
+        tools = _tools(values.get("tools"), place)
+        system = _system(values.get("system"), place)
+        if len(shape.required) == 1:
+            turns = self._messages(values[shape.required[0]], shape.required[0], place, ignored)
+        else:
+            turns = self._pair(shape, values, place, ignored)
+            if history := _history(values.get("history"), place):
+                turns = history + turns
+        if system and any(message["role"] == "system" for message in turns):
+            if system[0] not in turns:
+                raise RowError(f"{place}: the field 'system' and a message of the system say different things")
+            system = []
+        messages = [*system, *turns]
+        self._check(messages, place)
+        return Conversation(messages=messages, tools=tools, ignored=tuple(dict.fromkeys(ignored)))
+
+    def _unshadowed(self, record: Mapping[str, object]) -> dict[str, object]:
+        """The row without fields that have the name of one that `fields` finds elsewhere."""
+        return {name: value for name, value in record.items() if name in self._renamed or name not in self._fields}
+
+    def _shape(self, values: Mapping[str, object], place: str) -> RowShape:
+        """The first shape whose fields hold something, or else are there (tables have the same columns in all rows)."""
+        for holds in (lambda name: values.get(name) is not None, lambda name: name in values):
+            for shape in self._shapes:
+                if all(holds(name) for name in shape.required):
+                    return shape
+        if all(name in values for name in _PREFERENCE):
+            raise DataError(
+                f"{place} is a preference row (chosen, rejected), but [chat] learns one answer; name it with fields = "
+                '{ completion = "chosen" } (or messages = "chosen", where it is a whole conversation), or train on '
+                "preferences with TRL (docs/huggingface.md)"
+            )
+        known = ", ".join(" and ".join(shape.required) for shape in SHAPES)
+        raise RowError(
+            f"{place} is not a conversation: its fields are {', '.join(values) or 'none'}; known shapes: {known}; "
+            "chat.fields says which field is which"
         )
-        return np.array(rendered["input_ids"])
+
+    def _pair(self, shape: RowShape, values: Mapping[str, object], place: str, ignored: list[str]) -> list[Message]:
+        prompt, answer = shape.required
+        user = self._side(values[prompt], "user", prompt, place, ignored)
+        if "input" in shape.optional and not is_empty(values.get("input")):
+            more = require_text(values["input"], "input", place)
+            if not isinstance(user[-1].get("content"), str):
+                raise RowError(f"{place}: 'input' can only follow an instruction that is text")
+            user[-1]["content"] += "\n\n" + more
+        assistant = self._side(values[answer], "assistant", answer, place, ignored)
+        if assistant[0]["role"] in ("user", "system"):
+            raise RowError(
+                f"{place}: '{answer}' begins with a message of the {assistant[0]['role']}, although '{prompt}' comes "
+                "before it; name the field of a whole conversation with fields = { messages = ... }"
+            )
+        return [*user, *assistant]
+
+    def _side(self, value: object, role: str, field: str, place: str, ignored: list[str]) -> list[Message]:
+        if isinstance(value, list):
+            return self._messages(value, field, place, ignored)
+        return [{"role": role, "content": require_text(value, field, place)}]
+
+    def _messages(self, value: object, field: str, place: str, ignored: list[str]) -> list[Message]:
+        if not isinstance(value, list) or not value:
+            what = "an empty list" if value == [] else json_kind(value)
+            raise RowError(f"{place}: '{field}' must be a list of messages, not {what}")
+        return [self._message(message, field, place, ignored) for message in value]
+
+    def _message(self, value: object, field: str, place: str, ignored: list[str]) -> Message:
+        """A message with its role and content under these names, and its other fields as they are."""
+        message: dict[str, Any] = value if isinstance(value, dict) else {}
+        role_key, content_key = (self._message_key(message, name) for name in MESSAGE_FIELDS)
+        role, content = message.get(role_key), message.get(content_key)
+        calls = not (is_empty(message.get("tool_calls")) and is_empty(message.get("function_call")))
+        if not isinstance(role, str) or (content is None and not calls):
+            found = str(value)[:80]
+            raise RowError(f"{place}: each message in '{field}' must have a role and a content, not {found!r}")
+        if not isinstance(content, str | list | None):
+            raise RowError(f"{place}: the content of a message in '{field}' is {json_kind(content)}, not text")
+        others = {name: other for name, other in message.items() if name not in (role_key, content_key)}
+        ignored += [f"messages[].{name}" for name in filled_fields(others) if name in MESSAGE_FIELDS]
+        others = {name: other for name, other in others.items() if name not in MESSAGE_FIELDS}
+        turn = {"content": content} if content_key in message else {}
+        return {"role": self._roles.get(role, role), **turn, **others}
+
+    def _message_key(self, message: Mapping[str, object], name: str) -> str:
+        if name in self._fields:
+            return self._fields[name]
+        return next((key for key in MESSAGE_FIELDS[name] if message.get(key) is not None), name)
+
+    def _check(self, messages: list[Message], place: str) -> None:
+        roles = sorted({message["role"] for message in messages})
+        for role in roles:
+            if role not in self._known_roles:
+                raise RowError(
+                    f"{place}: the role '{role}' is not known; say what it stands for with chat.roles = "
+                    f'{{ {role} = "assistant" }} (known: {", ".join(sorted(self._known_roles | set(self._roles)))})'
+                )
+        if "assistant" not in roles:
+            raise RowError(
+                f"{place}: no message is from the assistant, so there is nothing to learn (roles: {', '.join(roles)})"
+            )
 
 
-def _starts_with(whole: np.ndarray, part: np.ndarray) -> bool:
-    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+def _system(value: object, place: str) -> list[Message]:
+    return [] if is_empty(value) else [{"role": "system", "content": require_text(value, "system", place)}]
+
+
+def _tools(value: object, place: str) -> list[Tool] | None:
+    tools = _listed(value, "tools", place, "objects")
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"{place}: field 'tools' must be a list of objects")
+    return tools or None
+
+
+def _history(value: object, place: str) -> list[Message]:
+    """Alpaca's earlier turns."""
+    turns: list[Message] = []
+    for pair in _listed(value, "history", place, "[user, assistant] pairs of texts"):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowError(f"{place}: field 'history' must be a list of [user, assistant] pairs of texts")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _listed(value: object, field: str, place: str, of: str) -> list[Any]:
+    """A list, which files of separated values, and many data sets of tools, hold as JSON text."""
+    if is_empty(value):
+        return []
+    listed = parse_json(value, f"{place}: field '{field}'", RowError) if isinstance(value, str) else value
+    if not isinstance(listed, list):
+        raise RowError(f"{place}: field '{field}' is {json_kind(listed)}, not a list of {of}")
+    return listed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.data.cache_folder import cache_home
+from blocktrain.data.compression import data_suffix
 from blocktrain.data.document import Corpus, Document, Split
 from blocktrain.data.files import Files, FileState, files_state, find_files
 from blocktrain.data.hub import HubCorpus, is_hub_name
@@ -49,7 +50,7 @@ def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) ->
     source: `"stdlib"`, a file, a folder, or a data set of the Hugging Face hub as `"owner/name"` or
         `"owner/name:configuration"`.
     text_field: the field of a row that holds the text; None reads rows with all their fields, as JSON, from `.jsonl`,
-        `.json`, `.csv`, `.tsv`, `.parquet` and `.arrow`.
+        `.json`, `.csv`, `.tsv` (these also as `.gz` and `.zst`), `.parquet` and `.arrow`.
     cache: the folder that a data set of the hub is downloaded into.
 
     Raises `DataError` when there is no such source.
@@ -58,10 +59,10 @@ def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) ->
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field, cache=cache)
     path = Path(source).expanduser()
     suffixes = RECORD_SUFFIXES if text_field is None else DOCUMENT_SUFFIXES
-    if path.exists():
+    if path.exists() or path.is_symlink():
         files = find_files(path, suffixes)
         return FileCorpus(name=str(path.resolve()), files=files, text_field=text_field, cache=cache)
-    if is_hub_name(source) and path.suffix not in suffixes:
+    if is_hub_name(source) and data_suffix(path) not in suffixes:
         return HubCorpus(source, text_field=text_field, cache=cache)
     raise DataError(
         f"no file or folder '{source}' (looked in '{Path.cwd()}'); give a path, 'stdlib', or a data set of the "

@@ -2,20 +2,21 @@
 
 train-00000-of-00003.parquet   TinyStories-train.txt   train/data-00000-of-00001.arrow    -> train
 validation.jsonl   valid.txt   dev.parquet   books-val.txt   validation/0000.parquet      -> validation
-test.jsonl   test-00000-of-00002.parquet   test/...                                       -> test
+test.jsonl.gz   test-00000-of-00002.parquet   test/...                                    -> test
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from blocktrain.data.compression import uncompressed_name
 from blocktrain.data.content_digest import content_digest
 from blocktrain.data.document import Split
+from blocktrain.data.folder_walk import FolderFile, Identity, require_folder, walk_folder
 from blocktrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def split_of(path: PurePath) -> Split | None:
     >>> split_of(PurePath("test/0000.parquet")), split_of(PurePath("input.txt"))
     ('test', None)
     """
+    path = uncompressed_name(path)
     if path.suffix in _NAMES_A_SPLIT:
         words = re.findall(r"[a-z]+", _SHARD.sub("", path.stem).lower())
         for word in words[:1] + words[-1:]:
@@ -70,16 +72,17 @@ def find_files(source: Path, suffixes: Collection[str]) -> Files:
 
     A single file is training data, whatever its name. A folder is read with its subfolders, except hidden ones. Its
     files whose name says no split are training data too, unless another file is named as training data: then they are
-    left out with a warning (a README next to `train.parquet`). Raises `DataError` when there is nothing to read.
+    left out with a warning (a README next to `train.parquet`). Links are followed, and a file with several names is
+    read once (`folder_walk.py`). Raises `DataError` when there is nothing to read, a link leads nowhere, or one file is
+    training data and also validation or test data.
     """
     if source.is_file():
         return {"train": (SourceFile(id=source.name, path=source),)}
+    require_folder(source)
     found: dict[Split | None, list[SourceFile]] = {}
-    for relative in sorted(_walk(source), key=PurePath.as_posix):
-        if relative.suffix in suffixes:
-            name = relative.as_posix().encode(errors="backslashreplace").decode()  # Linux names may not be UTF-8
-            file = SourceFile(id=name, path=source / relative)
-            found.setdefault(split_of(relative), []).append(file)
+    for relative in _one_name_each(source, walk_folder(source, suffixes)):
+        name = relative.as_posix().encode(errors="backslashreplace").decode()  # Linux names may not be UTF-8
+        found.setdefault(split_of(relative), []).append(SourceFile(id=name, path=source / relative))
     if not found:
         raise DataError(f"folder '{source}' contains no file to read; known endings: {', '.join(sorted(suffixes))}")
     unnamed = found.pop(None, [])
@@ -93,13 +96,29 @@ def find_files(source: Path, suffixes: Collection[str]) -> Files:
     return {split: tuple(files) for split, files in found.items() if split is not None}
 
 
-def _walk(source: Path) -> Iterator[PurePath]:
-    for folder, folders, names in os.walk(source, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        for name in names:
-            # `datasets` leaves intermediate results, "cache-*.arrow", next to the data it saved.
-            if not name.startswith(".") and not (name.startswith("cache-") and name.endswith(".arrow")):
-                yield PurePath(folder, name).relative_to(source)
+def _one_name_each(source: Path, files: Collection[FolderFile]) -> list[PurePath]:
+    """The path of each file, sorted; of several the one that says a split, else the one without links. A compressed
+    file beside the same file uncompressed is left out with a warning."""
+    names: dict[Identity, list[FolderFile]] = {}
+    paths = {file.path for file in files}
+    for file in files:
+        if (plain := uncompressed_name(file.path)) != file.path and plain in paths:
+            logger.warning("'%s' is left out because '%s' is beside it", source / file.path, plain.name)
+            continue
+        names.setdefault(file.identity, []).append(file)
+    chosen: list[PurePath] = []
+    others: list[str] = []
+    for members in names.values():
+        members.sort(key=lambda file: (split_of(file.path) is None, file.through_link, file.path.as_posix()))
+        chosen.append(members[0].path)
+        others += [f"'{file.path}' is '{members[0].path}'" for file in members[1:]]
+        by_split = {split_of(file.path): file.path for file in members if split_of(file.path)}
+        if "train" in by_split and len(by_split) > 1:
+            both = " and ".join(f"'{path}'" for path in by_split.values())
+            raise DataError(f"'{source}': {both} are one file, which cannot be training data and other data as well")
+    if others:
+        logger.warning("'%s': %d files have another name too and are read once; %s", source, len(others), others[0])
+    return sorted(chosen, key=PurePath.as_posix)
 
 
 def files_state(files: Files, cache: Path) -> list[FileState]:

@@ -200,7 +200,7 @@ def _split_files(config: ImageConfig) -> tuple[tuple[SourceFile, ...], tuple[Sou
 
 def _files(source: str) -> Files:
     path = Path(source).expanduser()
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         raise DataError(f"no file or folder '{source}' (looked in '{Path.cwd()}'); images are read from parquet files")
     return find_files(path, {".parquet"})
 

@@ -14,7 +14,15 @@ import torch
 from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.data.document import Document
 from blocktrain.data.kinds import DataKind, TrainingData, register
-from blocktrain.data.records import record_of, require_text
+from blocktrain.data.records import Record, record_of, require_text
+from blocktrain.data.row_report import (
+    RowError,
+    RowReport,
+    filled_fields,
+    load_reports,
+    save_reports,
+    warn_of_unused,
+)
 from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
 from blocktrain.errors import ConfigError, DataError, nearest
@@ -23,7 +31,7 @@ from blocktrain.units import format_count
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _TEXTS_PER_BATCH = 1024  # passed to the tokenizer at once
 
 
@@ -31,8 +39,8 @@ _TEXTS_PER_BATCH = 1024  # passed to the tokenizer at once
 class LabelledConfig:
     """Texts to train a classifier on.
 
-    source: a file or folder of .jsonl, .json, .csv, .tsv, .parquet or .arrow rows, or "owner/name" on the Hugging Face
-        hub.
+    source: a file or folder of .jsonl, .json, .csv, .tsv (also .gz or .zst), .parquet or .arrow rows, or "owner/name"
+        on the Hugging Face hub.
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the texts that is held out where there is no such split.
     text_field: the field of a row that holds the text.
@@ -67,7 +75,9 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     """The texts of `config`, tokenized now if they are not in the cache yet. The classes are those of the training
     texts. No seed matters.
 
-    Raises `DataError` when data or fields are missing, or a validation text has a class that no training text has;
+    Warns of fields that are not read, and of rows that cannot be used, which are skipped. Raises `DataError` when data
+    are missing, more than 1 % of the rows have no text or label, or a validation text has a class that no training text
+    has;
     `StorageError` when the cache cannot be written.
     """
     del seed
@@ -84,11 +94,12 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
 
     def write(folder: Path) -> None:
         train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
-        labels = _encode(train, config, tokenizer, folder / "train")
+        labels, report = _encode(train, config, tokenizer, folder / "train")
         # In a fixed random order: an evaluation takes the first rows, and many files are sorted by class.
         in_file_order = list(validation)
         shuffled = [in_file_order[index] for index in permutation(len(in_file_order), 0)]
-        others = _encode(shuffled, config, tokenizer, folder / "validation")
+        others, other_report = _encode(shuffled, config, tokenizer, folder / "validation")
+        save_reports([report, other_report], folder)
         classes = sorted(set(labels))
         if all(name.isdecimal() for name in classes):
             classes.sort(key=int)
@@ -101,6 +112,7 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
 
     source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
     folder = cached_folder(home, "labelled", source=source, key=key, state=state, write=write)
+    warn_of_unused(load_reports(folder), config.source, "text_field and label_field name the fields that are")
     pad = tokenizer.pretrained.pad_token_id
     pad = pad if isinstance(pad, int) else tokenizer.eos
     train, validation = (
@@ -119,11 +131,15 @@ def open_labelled(config: LabelledConfig, *, seed: int = 0) -> TrainingData[Labe
     )
 
 
-def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path) -> list[str]:
+def _encode(
+    documents: Iterable[Document], config: LabelledConfig, tokenizer: Tokenizer, folder: Path
+) -> tuple[list[str], RowReport]:
     """Write all texts end to end, with the special tokens that an encoder expects: `tokens.bin`, uint32, and
-    `starts.npy`, int64, where each text begins and the last one ends. Returns the labels."""
+    `starts.npy`, int64, where each text begins and the last one ends. Returns the labels, and what was not used; raises
+    `DataError` if that is too much."""
     folder.mkdir()
     starts, labels, texts = [0], [], []
+    report = RowReport(rows=f"{folder.name} texts")
 
     def flush() -> None:
         for ids in tokenizer.pretrained(texts, verbose=False)["input_ids"] if texts else ():
@@ -133,20 +149,31 @@ def _encode(documents: Iterable[Document], config: LabelledConfig, tokenizer: To
 
     with (folder / "tokens.bin").open("wb") as tokens:
         for document in documents:
-            record, place = record_of(document), f"'{document.id}'"
-            for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
-                if field not in record:
-                    raise DataError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
-            label = record[config.label_field]
-            if not isinstance(label, str | int):
-                raise DataError(f"{place}: a label is text or a whole number, not {label!r}")
-            texts.append(require_text(record[config.text_field], config.text_field, place))
-            labels.append(str(label))
+            record = record_of(document)
+            try:
+                text, label = _text_and_label(record, config, f"'{document.id}'")
+            except RowError as error:
+                report.skip(str(error))
+                continue
+            report.add(filled_fields(record, but=(config.text_field, config.label_field)))
+            texts.append(text)
+            labels.append(label)
             if len(texts) == _TEXTS_PER_BATCH:
                 flush()
         flush()
+    report.check()
     np.save(folder / "starts.npy", np.array(starts, np.int64))
-    return labels
+    return labels, report
+
+
+def _text_and_label(record: Record, config: LabelledConfig, place: str) -> tuple[str, str]:
+    for setting, field in (("text_field", config.text_field), ("label_field", config.label_field)):
+        if field not in record:
+            raise RowError(f"{place} has no field '{field}'; {nearest(field, record)} ({setting})")
+    text, label = record[config.text_field], record[config.label_field]
+    if not isinstance(label, str | int):
+        raise RowError(f"{place}: a label is text or a whole number, not {label!r}")
+    return require_text(text, config.text_field, place), str(label)
 
 
 class LabelledRows:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from blocktrain.data.compression import open_decompressed, read_decompressed, uncompressed_name, with_compressed
 from blocktrain.data.document import Document
 from blocktrain.data.files import SourceFile
+from blocktrain.data.row_report import RowError
 from blocktrain.errors import DataError, first_line, nearest
 from blocktrain.parse import json_kind, parse_json
 
@@ -80,9 +82,9 @@ TEXT_SUFFIXES = frozenset(
     {".txt", ".tokens", ".md", ".rst", ".tex", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu"}
     | {".go", ".java", ".js", ".ts", ".rs", ".sh", ".css", ".toml", ".yaml", ".yml"}
 )
-DOCUMENT_SUFFIXES = TEXT_SUFFIXES | TABLE_SUFFIXES | {".jsonl"}
+DOCUMENT_SUFFIXES = TEXT_SUFFIXES | TABLE_SUFFIXES | with_compressed({".jsonl", ".txt"})
 # Rows of named fields.
-RECORD_SUFFIXES = TABLE_SUFFIXES | {".jsonl", ".json", ".csv", ".tsv"}
+RECORD_SUFFIXES = TABLE_SUFFIXES | with_compressed({".jsonl", ".json", ".csv", ".tsv"})
 
 Record = dict[str, Any]  # the fields of a row, of any JSON type
 
@@ -91,7 +93,7 @@ def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
     """The non-empty documents of `file`; a file with an unknown ending is read as one text."""
     path = file.path
     try:
-        match path.suffix:
+        match uncompressed_name(path).suffix:
             case ".jsonl":
                 rows = ((row, record, f"'{path}' line {row + 1}") for row, record in _json_lines(path))
             case ".parquet" | ".arrow":
@@ -99,7 +101,7 @@ def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
                 rows = ((row, record, f"'{path}' row {row}") for row, record in records)
             case _:
                 rows = ()
-                if text := decode(path.read_bytes(), f"'{path}'"):
+                if text := decode(read_decompressed(path), f"'{path}'"):
                     yield Document(id=file.id, text=text)
         for row, record, place in rows:
             if text_field not in record:
@@ -139,25 +141,26 @@ def decode(data: bytes, place: str) -> str:
 
 
 def require_text(value: object, field: str, place: str) -> str:
-    """`value` if it is text; raises `DataError` for null, numbers and lists."""
+    """`value` if it is text; raises `RowError` for null, numbers and lists."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: field '{field}' is {json_kind(value)}, not text")
+        raise RowError(f"{place}: field '{field}' is {json_kind(value)}, not text")
     return value
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
-    match path.suffix:
+    suffix = uncompressed_name(path).suffix
+    match suffix:
         case ".jsonl":
             yield from _json_lines(path)
         case ".json":
-            records = parse_json(decode(path.read_bytes(), f"'{path}'"), f"'{path}'")
+            records = parse_json(decode(read_decompressed(path), f"'{path}'"), f"'{path}'")
             if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
                 raise DataError(
                     f"'{path}' must be one JSON list of objects; one object per line belongs in a .jsonl file"
                 )
             yield from enumerate(records)
         case ".csv" | ".tsv":
-            yield from enumerate(_separated(path, "," if path.suffix == ".csv" else "\t"))
+            yield from enumerate(_separated(path, "," if suffix == ".csv" else "\t"))
         case ".parquet" | ".arrow":
             yield from enumerate(table_rows(path))
         case _:
@@ -165,7 +168,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    with path.open("rb") as lines:
+    with open_decompressed(path) as lines:
         for row, line in enumerate(lines):
             if not line.strip():
                 continue
@@ -178,7 +181,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
 
 def _separated(path: Path, delimiter: str) -> Iterator[Record]:
     """Rows below a line of names. Tab-separated files have no quoting (GLUE's contain lone quotation marks)."""
-    text = io.StringIO(decode(path.read_bytes(), f"'{path}'").removeprefix("\ufeff"), newline="")
+    text = io.StringIO(decode(read_decompressed(path), f"'{path}'").removeprefix("\ufeff"), newline="")
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     rows = csv.DictReader(text, delimiter=delimiter, quoting=quoting)
     try:

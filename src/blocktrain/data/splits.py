@@ -11,6 +11,7 @@ from pathlib import Path
 
 from blocktrain.data.corpus import FileCorpus, open_corpus
 from blocktrain.data.document import Corpus, Document, Split, hash_fraction
+from blocktrain.data.folder_walk import identity_of
 from blocktrain.errors import DataError
 
 
@@ -67,9 +68,9 @@ def open_sources(source: str, validation: str | None, *, text_field: str | None,
     if validation is None:
         return corpora
     if isinstance(train, FileCorpus) and isinstance(other, FileCorpus):
-        training_files = {file.path.resolve() for file in train.files.get("train", ())}
+        training_files = {identity_of(file.path) for file in train.files.get("train", ())}
         for file in other.files[_validation_split(other) or "train"]:
-            if file.path.resolve() in training_files:
+            if identity_of(file.path) in training_files:
                 raise DataError(
                     f"'{file.path}' would be in both source '{source}' and validation '{validation}'; "
                     "leave validation out to hold out a share of the source"

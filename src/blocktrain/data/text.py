@@ -21,7 +21,7 @@ class TextConfig:
     source: "stdlib" (the Python files of this interpreter), a file, a folder, or "owner/name" on the Hugging Face hub.
     validation: another source; none: the source's own validation or test split, else a share of it.
     validation_share: the share of the documents that is held out where there is no such split.
-    text_field: the field of a .jsonl, .parquet or .arrow row that holds the text.
+    text_field: the field of a .jsonl (also .gz or .zst), .parquet or .arrow row that holds the text.
     tokenizer: "bytes", a folder, or a model on the Hugging Face hub; none: that of `model.path`, and "bytes" for a
         model that is built from an `architecture`.
     row_tokens: tokens in a row.

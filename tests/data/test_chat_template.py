@@ -1,0 +1,141 @@
+"""A template says which tokens of a conversation the assistant wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blocktrain.data.chat_template import DEFAULT, ChatTemplate
+from blocktrain.data.conversation import Conversation
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.errors import ConfigError, DataError
+
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "É?"},
+    {"role": "assistant", "content": "é!"},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def rendered(template: ChatTemplate) -> tuple[str, list[str]]:
+    """The rendered text, and the parts of it that are trained."""
+    ids, trained = template.encode(Conversation(messages=TALK), "row 1")
+    tokenizer, stretches = ByteTokenizer(), []
+    for at in range(len(ids)):
+        if trained[at]:
+            if not trained[at - 1]:
+                stretches.append([])
+            stretches[-1].append(int(ids[at]))
+    return tokenizer.decode(ids.tolist()), [tokenizer.decode(stretch) for stretch in stretches]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_default_template():
+    tokenizer = ByteTokenizer()
+    text, stretches = rendered(ChatTemplate(tokenizer))
+    assert text == "system:\nBe short.\nuser:\n2 + 2?\nassistant:\n4user:\nÉ?\nassistant:\né!"
+    assert stretches == ["4", "é!"]
+    ids, trained = ChatTemplate(tokenizer).encode(Conversation(messages=TALK), "row 1")
+    assert ids[-1] == tokenizer.eos
+    assert trained[-1]  # to end is learned too
+
+
+def test_turns_are_found_by_growth_where_a_template_has_no_marks(tmp_path: Path):
+    text, stretches = rendered(ChatTemplate(ByteTokenizer(), write(tmp_path, CHATML)))
+    assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
+    assert stretches == ["4<|im_end|>\n", "é!<|im_end|>\n"]
+
+
+def test_marks_and_growth_agree(tmp_path: Path):
+    unmarked = DEFAULT.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    assert unmarked != DEFAULT
+    marked, grown = ChatTemplate(ByteTokenizer()), ChatTemplate(ByteTokenizer(), write(tmp_path, unmarked))
+    assert marked.fingerprint != grown.fingerprint
+    for one, other in zip(
+        marked.encode(Conversation(messages=TALK), "row 1"),
+        grown.encode(Conversation(messages=TALK), "row 1"),
+        strict=True,
+    ):
+        assert one.tolist() == other.tolist()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path):
+    """The templates of reasoning models do so: they drop the thoughts of all answers but the last."""
+    forgets = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:1] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"row 1: the chat template rewrites what comes before message 3"):
+        ChatTemplate(ByteTokenizer(), write(tmp_path, forgets)).encode(Conversation(messages=TALK), "row 1")
+
+
+def test_an_error_of_a_template_names_the_place(tmp_path: Path):
+    strict = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(DataError, match=r"row 7: the chat template refuses this conversation: no system messages"):
+        ChatTemplate(ByteTokenizer(), write(tmp_path, strict)).encode(Conversation(messages=TALK), "row 7")
+    with pytest.raises(ConfigError, match=r"template '.*nowhere' cannot be read"):
+        ChatTemplate(ByteTokenizer(), str(tmp_path / "nowhere"))
+
+
+def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = ByteTokenizer()
+    ids, _ = ChatTemplate(tokenizer).encode(Conversation(messages=TALK), "row 1")
+    tokenizer.save(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert loaded.apply_chat_template(TALK, return_dict=True)["input_ids"] == ids.tolist()
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def with_tools(template: str) -> str:
+    return "{% if tools %}{{ 'tools: ' + (tools | tojson) + '\\n' }}{% endif %}" + template
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT], ids=["by growth", "by marks"])
+def test_tools_reach_the_template(tmp_path: Path, template: str):
+    """They were dropped: the template was rendered without them, and nothing said so."""
+    reads = ChatTemplate(ByteTokenizer(), write(tmp_path, with_tools(template)))
+    plain, tools = Conversation(messages=TALK), Conversation(messages=TALK, tools=TOOLS)
+    (before, learned_before), (ids, learned) = reads.encode(plain, "row 1"), reads.encode(tools, "row 1")
+    text = ByteTokenizer().decode(ids.tolist())
+    assert text.startswith('tools: [{"type": "function", "function": {"name": "add"')
+    assert text.endswith(ByteTokenizer().decode(before.tolist()))
+    assert ids[learned].tolist() == before[learned_before].tolist()
+    assert reads.unread(tools) == []
+    assert ChatTemplate(ByteTokenizer(), write(tmp_path, template)).unread(tools) == ["tools"]
+
+
+def test_the_second_template_of_a_tokenizer_is_for_tools():
+    tokenizer = ByteTokenizer()
+    tokenizer.pretrained.chat_template = {"default": CHATML, "tool_use": with_tools(DEFAULT)}
+    template = ChatTemplate(tokenizer)
+    texts = [
+        tokenizer.decode(template.encode(Conversation(messages=TALK, tools=tools), "row 1")[0].tolist())
+        for tools in (None, TOOLS)
+    ]
+    assert [text.split()[0] for text in texts] == ["<|im_start|>system", "tools:"]
+    assert template.unread(Conversation(messages=TALK, tools=TOOLS)) == []
+
+
+def test_fields_of_messages_that_a_template_never_mentions_are_named(tmp_path: Path):
+    talk = [*TALK[:-1], {**TALK[-1], "weight": 0, "thought": "é", "name": None}]
+    reads = CHATML.replace("m['content']", "m['content'] + (m.thought or '')")
+    assert ChatTemplate(ByteTokenizer()).unread(Conversation(messages=talk)) == [
+        "messages[].thought",
+        "messages[].weight",
+    ]
+    assert ChatTemplate(ByteTokenizer(), write(tmp_path, reads)).unread(Conversation(messages=talk)) == [
+        "messages[].weight"
+    ]
