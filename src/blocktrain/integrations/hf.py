@@ -1,26 +1,30 @@
 """Block training in the Hugging Face Trainer and in TRL's trainers.
 
-    trainer = BlockTrainer(model, args, train_dataset=rows, blocks=Blocks(count=3, visit=Duration.steps(100)))
+    trainer = BlockTrainer(model, args, train_dataset=rows, blocks=Blocks(count=3))
 
     class BlockSFTTrainer(BlockTrainerMixin, SFTTrainer): ...
 
 Everything that `TrainingArguments` says still applies. The trainer sees one optimizer (`VisitingOptimizer`), which it
-steps, schedules, saves and loads like any other. Only two things are overridden: where that optimizer is made, and what
-happens when the trainer replaces the model's weights.
+steps, schedules, saves and loads like any other. Only three things are overridden: where that optimizer is made, where
+the length of the run becomes known, and what happens when the trainer replaces the model's weights.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode, TrainingArguments
 
+from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.errors import ConfigError
@@ -29,7 +33,23 @@ from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
 from blocktrain.optim.state_store import Drop, StateStore
 from blocktrain.schedule import Cyclic, Order, Span
-from blocktrain.units import Duration
+from blocktrain.units import BatchGeometry, Duration
+
+log = logging.getLogger(__name__)
+
+VISIT_STEPS = 100  # about how long visits last that nobody has chosen, where the run is long enough for that
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """How long a trainer's run is.
+
+    steps: optimizer steps of the whole run.
+    steps_per_epoch: optimizer steps of one pass over the training rows; None for rows without a known number.
+    """
+
+    steps: int
+    steps_per_epoch: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +58,9 @@ class Blocks(PartitionConfig):
 
     count, stages, pieces, largest, patterns, layers: how the model is cut, as for `blocktrain.partition`.
     balance: "parameters" only, because "flops" are counted on a batch, which is not known here.
-    visit: how long a visit lasts, in optimizer steps.
+    visit: how long a visit lasts, in optimizer steps or epochs; None: as long as `sweeps` says.
+    sweeps: instead of `visit`, how many times the run visits all blocks; its steps are divided evenly. With neither,
+        there are as many whole sweeps as make visits of about 100 steps, and at least one.
     order: the order of the blocks in a sweep; "shuffled" draws it with the trainer's seed.
     span: a visit trains its "block", or the "suffix": every block above it too.
     state: where optimizer moments stay between visits.
@@ -48,7 +70,8 @@ class Blocks(PartitionConfig):
     Raises `ConfigError` for options that do not go together.
     """
 
-    visit: Duration = Duration.steps(100)
+    visit: Duration | None = None
+    sweeps: int | None = None
     order: Order | Sequence[int] = "ascending"
     span: Span = "block"
     state: StateStore = field(default_factory=Drop)
@@ -62,6 +85,56 @@ class Blocks(PartitionConfig):
                 "balance = 'flops' counts a forward pass over a batch, and Blocks has none: leave it out, or name the "
                 "layers of each block with patterns"
             )
+        if self.visit is not None and self.sweeps is not None:
+            raise ConfigError(
+                f"visit = {self.visit} and sweeps = {self.sweeps}: how long visits last follows from the number of "
+                "sweeps and the run's length; give one of them"
+            )
+        Cyclic(visit=Duration.steps(VISIT_STEPS), sweeps=self.sweeps, order=self.order, span=self.span)  # refuses
+
+    def schedule(self, partition: Partition, length: RunLength, *, seed: int) -> Cyclic:
+        """The visits to `partition` in a run of `length`, in steps. They go on after the run's end.
+
+        Raises `ConfigError` for more sweeps than the run has steps for, and for visits in epochs where the length of an
+        epoch is not known.
+        """
+        if self.visit is not None:
+            return self._cyclic(_in_steps(self.visit, length), seed=seed)
+        # `blocks_of` also checks an order that lists blocks.
+        a_sweep = len(self._cyclic(Duration.steps(VISIT_STEPS), seed=seed).blocks_of(0, len(partition)))
+        sweeps = self.sweeps or max(1, round(length.steps / (VISIT_STEPS * a_sweep)))
+        steps, longer = divmod(length.steps, sweeps * a_sweep)
+        if not steps and self.sweeps is not None:
+            raise ConfigError(
+                f"sweeps = {sweeps} are {sweeps * a_sweep} visits, and the run has {length.steps} steps: train for at "
+                "least as many steps as there are visits, or in fewer sweeps or blocks"
+            )
+        if not steps:
+            return self._cyclic(Duration.steps(1), seed=seed)
+        return self._cyclic(Duration.steps(steps), first_visits=(Duration.steps(steps + 1),) * longer, seed=seed)
+
+    def _cyclic(self, visit: Duration, *, seed: int, first_visits: Sequence[Duration] = ()) -> Cyclic:
+        return Cyclic(visit=visit, first_visits=first_visits, order=self.order, span=self.span, seed=seed)
+
+
+def _in_steps(visit: Duration, length: RunLength) -> Duration:
+    if visit.unit != "epochs":
+        return visit
+    if length.steps_per_epoch is None:
+        raise ConfigError(f"visits of {visit}: the training rows have no length, so an epoch has none; use steps")
+    epoch = BatchGeometry(tokens_per_step=1, rows_per_step=1, rows_per_epoch=length.steps_per_epoch)
+    return Duration.steps(visit.in_steps(epoch))
+
+
+def unvisited(schedule: Cyclic, partition: Partition, steps: int) -> list[Block]:
+    """The blocks that no visit trains in the first `steps` steps; visits are in steps."""
+    visited: set[int] = set()
+    for visit in schedule.visits(partition):
+        if steps <= 0:
+            break
+        visited.update(visit.block.members)
+        steps -= int(visit.duration.value)
+    return [block for block in partition if block.index not in visited]
 
 
 class BlockTrainerMixin:
@@ -84,7 +157,15 @@ class BlockTrainerMixin:
             raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or another of its options")
         self.blocks = blocks if blocks is not None else Blocks()
         self.visiting: VisitingOptimizer | None = None  # without the trainer's wrapper; None until training begins
+        self._run_length: RunLength | None = None  # None until training begins
         super().__init__(*args, **kwargs)
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
+        """As in the trainer; visits follow from the length of the run that it finds."""
+        values = super().set_initial_training_values(args, dataloader)  # pyright: ignore[reportAttributeAccessIssue]
+        steps_per_epoch = values[1] if has_length(dataloader) else None
+        self._run_length = RunLength(steps=values[-1], steps_per_epoch=steps_per_epoch)
+        return values
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Cut the model and make the optimizer that visits its blocks."""
@@ -120,8 +201,30 @@ class BlockTrainerMixin:
             frozen_dropout=settings.frozen_dropout,
             **options,
         )
-        schedule = Cyclic(visit=settings.visit, order=settings.order, span=settings.span, seed=self.args.seed)
-        return VisitingOptimizer(blocks, schedule)
+        if self._run_length is None:  # called by the user, before training begins
+            self.set_initial_training_values(self.args, self.get_train_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
+        assert self._run_length is not None
+        schedule = settings.schedule(blocks.partition, self._run_length, seed=self.args.seed)
+        visiting = VisitingOptimizer(blocks, schedule)
+        missed = unvisited(schedule, blocks.partition, self._run_length.steps)
+        if missed:
+            log.warning(
+                "%d of %d blocks are never visited in this run of %d steps: %s. %s",
+                len(missed),
+                len(blocks.partition),
+                self._run_length.steps,
+                "; ".join(map(repr, missed)),
+                self._way_to_visit_all(missed),
+            )
+        return visiting
+
+    def _way_to_visit_all(self, missed: Sequence[Block]) -> str:
+        order, visit = self.blocks.order, self.blocks.visit
+        if not isinstance(order, str) and any(block.index not in order for block in missed):
+            return f"Name them in Blocks(order={list(order)}) too"
+        if visit is None:
+            return "Train for more steps or in fewer blocks"
+        return f"Leave out Blocks(visit={visit}), so that visits follow from the run's length, or give Blocks(sweeps=1)"
 
     def _require_supported(self) -> None:
         if self.args.fp16:
