@@ -193,6 +193,19 @@ def test_by_default_every_block_is_visited_equally_often(make, caplog, length: d
     assert "never visited" not in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_does_not_require_gradients_is_not_trained(make, dtype: torch.dtype) -> None:
+    """A frozen embedding was thawed and trained."""
+    trainer = make(None, max_steps=6, dtype=dtype)
+    frozen = {"transformer.wpe.weight", "transformer.h.1.mlp.c_fc.weight"}
+    for name in frozen:
+        trainer.model.get_parameter(name).requires_grad_(False)
+    before = weights(trainer)
+    trainer.train()
+    after = weights(trainer)
+    assert {name for name, _ in trainer.model.named_parameters() if torch.equal(after[name], before[name])} == frozen
+
+
 def test_long_runs_have_whole_sweeps_and_their_number_can_be_given(make) -> None:
     partition = bt.partition(make().model, num_blocks=3)
     for blocks, steps, sweeps in ((Blocks(), 1000, 3), (Blocks(), 1001, 3), (Blocks(sweeps=4), 50, 4)):

@@ -64,7 +64,7 @@ class Blocks(PartitionConfig):
     order: the order of the blocks in a sweep; "shuffled" draws it with the trainer's seed.
     span: a visit trains its "block", or the "suffix": every block above it too.
     state: where optimizer moments stay between visits.
-    precision: None means `FP32` for a model in fp32 and `BF16_EXACT` for one in bf16.
+    precision: None means `FP32` where all that is trained is in fp32, and `BF16_EXACT` where some of it is in bf16.
     frozen_dropout: let dropout act in frozen layers too.
 
     Raises `ConfigError` for options that do not go together.
@@ -192,9 +192,10 @@ class BlockTrainerMixin:
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
-        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters())
+        partition = partition_by_config(self.model, settings)
+        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in partition.whole.parameters.values())
         blocks = BlockOptimizer(
-            partition_by_config(self.model, settings),
+            partition,
             cls,
             state=settings.state,
             precision=settings.precision or (BF16_EXACT if is_bf16 else FP32),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.freezing import activate, release
+from blocktrain.chain.freezing import activate, release, thaw
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.block_weights import BlockWeights
@@ -33,7 +33,8 @@ from blocktrain.optim.weight_store import OnDevice, WeightLocation
 class BlockOptimizer:
     """Optimizes one block of a partition at a time with an optimizer class of PyTorch's.
 
-    partition: the blocks of the model to train. Constructing freezes the whole model.
+    partition: the blocks of the model to train. Constructing freezes the whole model, until `close`. Parameters that
+        are in no block (see `partition`) are never trained; they have the precision and the place of frozen weights.
     optimizer_class, **kwargs: as you would construct it for the whole model; a new one is built at each visit.
         `weight_decay` is exactly the value given, on every parameter except those that `undecayed` names. Classes that
         take matrices only (`torch.optim.Muon`) get the 2-D weights of the hidden layers; `others` gets all other
@@ -244,10 +245,11 @@ class BlockOptimizer:
         self.changed_at = [self.steps if index in touched else at for index, at in enumerate(self.changed_at)]
 
     def close(self) -> None:
-        """Turn the model into an ordinary one again, every weight on its device. The optimizer cannot be used after
-        that."""
+        """Turn the model into an ordinary one again, every weight on its device, and those of the blocks require
+        gradients. The optimizer cannot be used after that."""
         self._require_between_visits("closing")
         self._weights.close()
+        thaw(self.partition)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -20,13 +20,14 @@ from blocktrain.optim.weight_store import WeightLocation, WeightStore
 
 
 class BlockWeights:
-    """The weights of a partition's blocks. Constructing lowers and stores those of the whole model.
+    """The weights of a partition's blocks. Constructing lowers and stores those of the whole model, parameters that no
+    block may train included.
 
     low_bits: by block, the bits of its masters that its weights lack while it is frozen.
     """
 
     def __init__(self, partition: Partition, precision: Precision, location: WeightLocation):
-        for name, parameter in partition.model.named_parameters():
+        for name, parameter in partition.whole.parameters.items():
             # 16 bits without a master lose small updates; nobody should train so without having asked for it.
             if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
                 raise ConfigError(
@@ -44,6 +45,11 @@ class BlockWeights:
                     if name in block.parameters:
                         self.low_bits[block.index][name] = block.part(name, low_bits)
             self._store.store([parameter])
+        for parameter in partition.chain.untrained_parameters.values():  # they only have to fit what runs beside them
+            if parameter.is_floating_point():
+                if precision.has_master:
+                    lower(parameter)
+                self._store.store([parameter])
 
     def activate(self, block: Block) -> Masters | None:
         """Restore a block's weights for training. Returns its masters, if it needs any."""

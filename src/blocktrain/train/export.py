@@ -70,6 +70,9 @@ def _restore_masters(context: TrainingContext) -> None:
     half = {name: parameter.data for name, parameter in context.partition.whole.parameters.items()}
     for name, parameter in context.partition.whole.parameters.items():
         parameter.data = half[name].float()
+    for parameter in context.partition.chain.untrained_parameters.values():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
     for block in context.partition:
         for name, remainder in context.optimizer.block_low_bits(block.index).items():
             mine = block.part(name, half[name])
