@@ -11,8 +11,9 @@ can be stored; and a frozen BatchNorm neither moves its running statistics nor d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -69,6 +70,27 @@ def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool 
                 module.eval()
     for module in block.modules():
         module.train()
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """Which parameters of a model require gradients, and which modules are in train mode, at one moment."""
+
+    requires_grad: Mapping[nn.Parameter, bool]
+    training: Mapping[nn.Module, bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Flags:
+        """Those of `model` now."""
+        requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        return cls(requires_grad, {module: module.training for module in model.modules()})
+
+    def restore(self) -> None:
+        """Set them as they were."""
+        for parameter, flag in self.requires_grad.items():
+            parameter.requires_grad_(flag)
+        for module, mode in self.training.items():
+            module.training = mode
 
 
 @contextmanager

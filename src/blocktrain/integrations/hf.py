@@ -25,6 +25,7 @@ from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode, TrainingArguments
 
 from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.freezing import Flags
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.errors import ConfigError
@@ -158,7 +159,38 @@ class BlockTrainerMixin:
         self.blocks = blocks if blocks is not None else Blocks()
         self.visiting: VisitingOptimizer | None = None  # without the trainer's wrapper; None until training begins
         self._run_length: RunLength | None = None  # None until training begins
+        self._found: Flags | None = None  # the model's flags before training
         super().__init__(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the trainer. Afterwards, also after an exception, parameters require gradients and modules are in train
+        mode as before; the visit is left, and another call continues it."""
+        if getattr(self, "model_init", None) is not None:  # the trainer makes a new model and a new optimizer
+            self.visiting = self._found = None
+        elif self.visiting is not None and self.visiting.blocks.block is None:
+            self._require_unchanged_flags()
+            self._found = Flags.of(self.model)
+            self.visiting.resume()
+        elif self.visiting is None:
+            self._found = Flags.of(self.model)
+        try:
+            return super().train(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            if self.visiting is not None:
+                self.visiting.pause()
+            if self._found is not None:
+                self._found.restore()
+
+    def _require_unchanged_flags(self) -> None:
+        assert self.visiting is not None
+        trained = self.visiting.blocks.partition.whole.parameters
+        own = {id(parameter) for parameter in trained.values()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad != (id(parameter) in own):
+                raise ConfigError(
+                    f"'{name}' has requires_grad = {parameter.requires_grad}, but not when the model was cut into blocks; "
+                    "make a new BlockTrainer"
+                )
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
         """As in the trainer; visits follow from the length of the run that it finds."""
@@ -193,6 +225,8 @@ class BlockTrainerMixin:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
         partition = partition_by_config(self.model, settings)
+        if self._found is None:  # called by the user before training begins, or the trainer made the model itself
+            self._found = Flags.of(self.model)
         is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in partition.whole.parameters.values())
         blocks = BlockOptimizer(
             partition,

@@ -95,6 +95,22 @@ class VisitingOptimizer(torch.optim.Optimizer):
         """See `BlockOptimizer.clip_grad_norm`."""
         return self.blocks.clip_grad_norm(max_norm)
 
+    def pause(self) -> None:
+        """Leaves the current visit so that `resume` continues it exactly. Until then no step can be taken, everything
+        is frozen, and the block's moments are on the host."""
+        block = self.blocks.block
+        if block is None:
+            return
+        at = {index: (self.blocks.block_state(index), self.blocks.block_low_bits(index)) for index in block.members}
+        self._visit_stack.close()
+        self.blocks.load_progress(at)
+        self.param_groups[0]["params"] = []  # masters are freed
+
+    def resume(self) -> None:
+        """Continues the visit that `pause` left."""
+        if self.blocks.block is None:
+            self._begin_visit(self.visit.index, step=self.visit_step)
+
     def close(self) -> None:
         """Leaves the current visit: masters and moments are gone from the device, and everything is frozen."""
         self._visit_stack.close()

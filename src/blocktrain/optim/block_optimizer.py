@@ -322,6 +322,15 @@ class BlockOptimizer:
         self.changed_at = list(saved["changed_at"])
         self._weights.low_bits = [dict(saved["low_bits"].get(block.index, {})) for block in self.partition]
 
+    def load_progress(self, active: Mapping[int, tuple[BlockState | None, LowBits]]) -> None:
+        """Continue, between visits, where a visit was left: for each block (by index) the state and the low bits that
+        it had then. Its next activation uses them, whatever the store and the precision keep."""
+        self._require_between_visits("loading")
+        for index, (state, low_bits) in active.items():
+            if state is not None:
+                self._pending[index] = state
+            self._weights.low_bits[index] = low_bits
+
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
