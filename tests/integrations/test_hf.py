@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import blocktrain as bt
-from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError
 from blocktrain.integrations.hf import Blocks, BlockTrainer, RunLength
 from blocktrain.optim.precision import join
 
@@ -267,6 +268,28 @@ def test_train_called_again_goes_on_with_the_visits(make) -> None:
         ConfigError, match=r"'transformer.wpe.weight' has requires_grad = False.*make a new BlockTrainer"
     ):
         trainer.train()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(make) -> None:
+    """The trainer logs the loss of the steps before instead, and saved weights that were all NaN."""
+    trainer = make(None, max_steps=6)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    trainer.add_callback(Watch(lambda: trainer.model.get_parameter(name).data.fill_(torch.nan)))
+    with pytest.raises(NonFiniteError, match=r"the loss is nan in step 2 .*a visit to Block\(0: .*lower learning_rate"):
+        trainer.train()
+    low = trainer.visiting.blocks.partition[0].parameters
+    assert all(value.isfinite().all() for key, value in low.items() if key != name)
+
+
+@pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
+def test_frozen_weights_may_be_quantized(make, precision) -> None:
+    trainer = make(Blocks(count=3, precision=precision), max_steps=9)
+    before = weights(trainer)
+    trainer.train()
+    assert all(math.isfinite(logged["loss"]) for logged in trainer.state.log_history if "loss" in logged)
+    after = weights(trainer)
+    assert all(value.isfinite().all() for value in after.values())
+    assert [name for name, _ in trainer.model.named_parameters() if torch.equal(after[name], before[name])] == []
 
 
 def test_long_runs_have_whole_sweeps_and_their_number_can_be_given(make) -> None:

@@ -28,7 +28,7 @@ from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import Flags
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, NonFiniteError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
@@ -149,6 +149,7 @@ class BlockTrainerMixin:
 
     args: TrainingArguments
     model: Any
+    state: Any
     accelerator: Any
     optimizer: Any
     optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
@@ -181,6 +182,17 @@ class BlockTrainerMixin:
             if self._found is not None:
                 self._found.restore()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in the trainer. Raises `NonFiniteError` for a loss that is infinite or not a number, before the step."""
+        loss = super().training_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if not bool(torch.isfinite(loss).all()):
+            block = None if self.visiting is None else self.visiting.visit.block
+            raise NonFiniteError(
+                f"the loss is {loss.float().mean().item()} in step {self.state.global_step + 1} (counted from 1), a visit "
+                f"to {block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
+            )
+        return loss
+
     def _require_unchanged_flags(self) -> None:
         assert self.visiting is not None
         trained = self.visiting.blocks.partition.whole.parameters
@@ -188,8 +200,8 @@ class BlockTrainerMixin:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad != (id(parameter) in own):
                 raise ConfigError(
-                    f"'{name}' has requires_grad = {parameter.requires_grad}, but not when the model was cut into blocks; "
-                    "make a new BlockTrainer"
+                    f"'{name}' has requires_grad = {parameter.requires_grad}, but not when the model was cut into "
+                    "blocks; make a new BlockTrainer"
                 )
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:

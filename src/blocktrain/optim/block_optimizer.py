@@ -42,8 +42,8 @@ class BlockOptimizer:
     state: where the moments are stored between visits: `Drop()`, `KeepOnHost()`, `KeepOnDisk(folder)`.
     precision: `FP32`; or weights in less than fp32 and an fp32 master of the active block only: `BF16_EXACT`, `BF16`
         (masters are rebuilt at each visit), `INT8`, `NF4` (frozen weights are quantized, exact masters on the host).
-    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Weights that are quantized or on the host
-        read as NaN outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
+    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Reading weights that are quantized or on the
+        host raises `StoredWeightError` outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.

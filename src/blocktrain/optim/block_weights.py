@@ -77,7 +77,7 @@ class BlockWeights:
     def load_weights(self, block: Block, weights: Mapping[str, Tensor]) -> None:
         """Replace a block's weights; raises `CheckpointError` if one is missing."""
         for name, parameter in block.parameters.items():
-            shape = block.part(name, parameter).shape
+            shape = block.part(name, torch.empty_like(parameter, device="meta")).shape
             if name not in weights or weights[name].shape != shape:
                 raise CheckpointError(f"the weights to load have no '{name}' of shape {tuple(shape)}")
         for name, parameter in block.parameters.items():
