@@ -188,8 +188,8 @@ class BlockTrainerMixin:
         if not bool(torch.isfinite(loss).all()):
             block = None if self.visiting is None else self.visiting.visit.block
             raise NonFiniteError(
-                f"the loss is {loss.float().mean().item()} in step {self.state.global_step + 1} (counted from 1), a visit "
-                f"to {block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
+                f"the loss is {loss.float().mean().item()} in step {self.state.global_step + 1} (counted from 1), a "
+                f"visit to {block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
             )
         return loss
 

@@ -9,9 +9,8 @@ with optimizer.visit(block):      freeze the others, unfreeze `block`, build its
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -114,23 +113,23 @@ class BlockOptimizer:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def visit(self, block: Block) -> Iterator[BlockOptimizer]:
+    def visit(self, block: Block) -> AbstractContextManager[BlockOptimizer]:
         """Train `block` inside the `with`: one of the partition's blocks or a union of several. Visits do not nest."""
+        return _Visit(self, block)
+
+    def _enter(self, block: Block, updates: ExitStack) -> None:
+        """Activate `block`; updates: gets what ends the backward updates of this visit."""
         if self._active is not None:
             raise ConfigError(f"{block} cannot be activated: the visit to {self._active.block} is still open")
         if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
-        is_finalizing = sys.is_finalizing  # while the interpreter ends, this module's own names are None
         self._activate(block)
         try:
-            with ExitStack() as updates:
-                for update in self.backward_updates:
-                    updates.enter_context(update.updating(self.partition, self.active_block))
-                yield self
-        finally:
-            if not is_finalizing():  # a script that ends inside a visit: PyTorch can make no more tensors
-                self._retire()
+            for update in self.backward_updates:
+                updates.enter_context(update.updating(self.partition, self.active_block))
+        except BaseException:
+            self._retire()
+            raise
 
     def prefetch_state(self, block: Block) -> None:
         """The next visit will be to `block`: start to read its state, where that takes time. This is only a hint."""
@@ -334,6 +333,28 @@ class BlockOptimizer:
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
+
+
+class _Visit(AbstractContextManager[BlockOptimizer]):
+    """The context of a visit. It is no generator: Python would close a generator that nobody leaves when it collects
+    it, so a visit would retire in the midst of another one, or in an interpreter that ends and can make no tensors."""
+
+    def __init__(self, optimizer: BlockOptimizer, block: Block):
+        self.optimizer = optimizer
+        self.block = block
+        self._updates = ExitStack()
+
+    def __enter__(self) -> BlockOptimizer:
+        with ExitStack() as updates:
+            self.optimizer._enter(self.block, updates)
+            self._updates = updates.pop_all()
+        return self.optimizer
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._updates.__exit__(*error)
+        finally:
+            self.optimizer._retire()
 
 
 def _require_matching(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:
