@@ -46,6 +46,10 @@ class OutOfMemoryError(BlocktrainError):
     """The run does not fit this machine's memory; another configuration or another machine is needed."""
 
 
+class StoredWeightError(BlocktrainError):
+    """The value of a frozen weight was read or changed where it is stored quantized or on the host."""
+
+
 class NonFiniteError(BlocktrainError):
     """The loss or a gradient became infinite or not a number."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import blocktrain as bt
-from blocktrain.errors import CheckpointError, ConfigError
-from blocktrain.integrations.hf import Blocks, BlockTrainer
+from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError
+from blocktrain.integrations.hf import Blocks, BlockTrainer, RunLength
 from blocktrain.optim.precision import join
 
 VISIT = Blocks(count=3, visit=bt.Duration.steps(3))
@@ -171,6 +174,181 @@ def test_a_resumed_run_ends_as_a_whole_one(make, settings: dict[str, Any]) -> No
     assert_same(outcome(resumed), outcome(whole))
 
 
+@pytest.mark.parametrize(
+    "length",
+    [{"max_steps": 9}, {"max_steps": 30}, {"max_steps": 200}, {"max_steps": -1, "num_train_epochs": 2}],
+    ids=str,
+)
+def test_by_default_every_block_is_visited_equally_often(make, caplog, length: dict[str, Any]) -> None:
+    """Visits lasted 100 steps in a run of any length: 9 steps trained block 0 only, 200 steps two of three blocks, and
+    nothing said so."""
+    steps: list[int] = []
+    trainer = make(None, **length, callbacks=[Watch(lambda: steps.append(trainer.visiting.visit.block.index))])
+    before = weights(trainer)
+    trainer.train()
+    after = weights(trainer)
+    assert [name for name, _ in trainer.model.named_parameters() if torch.equal(after[name], before[name])] == []
+    counts = [steps.count(index) for index in range(3)]
+    assert sum(counts) == trainer.state.max_steps
+    assert max(counts) - min(counts) <= 1
+    assert steps == sorted(steps)  # one sweep
+    assert "never visited" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_does_not_require_gradients_is_not_trained(make, dtype: torch.dtype) -> None:
+    """A frozen embedding was thawed and trained."""
+    trainer = make(None, max_steps=6, dtype=dtype)
+    frozen = {"transformer.wpe.weight", "transformer.h.1.mlp.c_fc.weight"}
+    for name in frozen:
+        trainer.model.get_parameter(name).requires_grad_(False)
+    before = weights(trainer)
+    trainer.train()
+    after = weights(trainer)
+    assert {name for name, _ in trainer.model.named_parameters() if torch.equal(after[name], before[name])} == frozen
+
+
+def flags(model: nn.Module) -> dict[str, bool]:
+    return {
+        **{name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        **{f"module {name}": module.training for name, module in model.named_modules()},
+    }
+
+
+@pytest.mark.parametrize("made", ["by train", "before", "by model_init"])
+@pytest.mark.parametrize("crash", [False, True], ids=["", "crash"])
+def test_flags_and_modes_are_as_they_were_found(make, made: str, crash: bool) -> None:
+    """The model was left with one block that required gradients and was in train mode."""
+    trainer = make(None, max_steps=5, callbacks=[CrashAt(3)] if crash else [])
+    trainer.model.transformer.wpe.weight.requires_grad_(False)
+    trainer.model.eval()
+    trainer.model.transformer.h[1].train()
+    before = flags(trainer.model)
+    if made == "before":
+        trainer.create_optimizer()
+    if made == "by model_init":
+        model = trainer.model
+        trainer.model_init = lambda: model
+    with pytest.raises(Crash) if crash else contextlib.nullcontext():
+        trainer.train()
+    assert flags(trainer.model) == before
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", [None, bt.BF16], ids=["", "masters are rebuilt"])
+def test_a_paused_visit_continues_exactly(make, dtype: torch.dtype, precision: Any) -> None:
+    """`train` leaves the visit at its end: neither moments nor low bits may be lost, whatever the visits keep."""
+    blocks = Blocks(count=3, visit=bt.Duration.steps(4), precision=precision)
+    if precision is not None and dtype == torch.float32:
+        pytest.skip("one dtype is enough for masters that are rebuilt")
+    once, paused = (make(blocks, dtype=dtype, max_steps=6) for _ in range(2))
+
+    class Pause(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            before = paused.visiting.state_dict()
+            paused.visiting.pause()
+            assert_same(paused.visiting.state_dict(), before)
+            paused.visiting.resume()
+
+    paused.add_callback(Pause())
+    once.train()
+    paused.train()
+    assert_same(outcome(paused), outcome(once))
+
+
+def test_train_called_again_goes_on_with_the_visits(make) -> None:
+    seen: list[int] = []
+    trainer = make(max_steps=4, callbacks=[Watch(lambda: seen.append(trainer.visiting.visit.block.index))])
+    trainer.train()
+    trainer.train()
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2]
+    trainer.model.transformer.wpe.weight.requires_grad_(False)
+    with pytest.raises(
+        ConfigError, match=r"'transformer.wpe.weight' has requires_grad = False.*make a new BlockTrainer"
+    ):
+        trainer.train()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(make) -> None:
+    """The trainer logs the loss of the steps before instead, and saved weights that were all NaN."""
+    trainer = make(None, max_steps=6)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    trainer.add_callback(Watch(lambda: trainer.model.get_parameter(name).data.fill_(torch.nan)))
+    with pytest.raises(NonFiniteError, match=r"the loss is nan in step 2 .*a visit to Block\(0: .*lower learning_rate"):
+        trainer.train()
+    low = trainer.visiting.blocks.partition[0].parameters
+    assert all(value.isfinite().all() for key, value in low.items() if key != name)
+
+
+@pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
+def test_frozen_weights_may_be_quantized(make, precision) -> None:
+    trainer = make(Blocks(count=3, precision=precision), max_steps=9)
+    before = weights(trainer)
+    trainer.train()
+    assert all(math.isfinite(logged["loss"]) for logged in trainer.state.log_history if "loss" in logged)
+    after = weights(trainer)
+    assert all(value.isfinite().all() for value in after.values())
+    assert [name for name, _ in trainer.model.named_parameters() if torch.equal(after[name], before[name])] == []
+
+
+def test_long_runs_have_whole_sweeps_and_their_number_can_be_given(make) -> None:
+    partition = bt.partition(make().model, num_blocks=3)
+    for blocks, steps, sweeps in ((Blocks(), 1000, 3), (Blocks(), 1001, 3), (Blocks(sweeps=4), 50, 4)):
+        schedule = blocks.schedule(partition, RunLength(steps=steps, steps_per_epoch=None), seed=0)
+        visits = list(itertools.islice(schedule.visits(partition), 3 * sweeps))
+        assert sum(visit.duration.value for visit in visits) == steps
+        assert max(visit.duration.value for visit in visits) - min(visit.duration.value for visit in visits) <= 1
+
+
+def test_visits_may_be_given_in_epochs(make) -> None:
+    """32 rows in batches of 4 are 8 steps an epoch."""
+    seen: list[int] = []
+    blocks = Blocks(visit=bt.Duration.epochs(0.5))
+    trainer = make(blocks, max_steps=9, callbacks=[Watch(lambda: seen.append(trainer.visiting.visit.block.index))])
+    trainer.train()
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_visits_in_epochs_need_rows_that_have_a_length(make) -> None:
+    trainer = make(Blocks(visit=bt.Duration.epochs(1)))
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([trainer.eval_dataset[0]] * 100)
+
+    trainer.train_dataset = Stream()
+    with pytest.raises(ConfigError, match="visits of 1 epochs: the training rows have no length"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "missed", "way_out"),
+    [
+        (Blocks(visit=bt.Duration.steps(4)), 1, "or give Blocks(sweeps=1)"),
+        (Blocks(visit=bt.Duration.steps(100)), 2, "Leave out Blocks(visit=100 steps)"),
+        (Blocks(order=[0, 2]), 1, "Name them in Blocks(order=[0, 2]) too"),
+        (Blocks(count=5, span="suffix", order="descending"), 1, "Train for more steps"),
+    ],
+)
+def test_blocks_that_are_never_visited_are_named_at_the_start(make, caplog, blocks, missed: int, way_out: str) -> None:
+    trainer = make(blocks, max_steps=4 if blocks.count == 5 else 8)
+    trainer.create_optimizer()
+    assert f"{missed} of {blocks.count} blocks are never visited" in caplog.text
+    names = [repr(trainer.visiting.blocks.partition[index]) for index in ((1,) if blocks.order == [0, 2] else ())]
+    assert all(name in caplog.text for name in names)
+    assert way_out in caplog.text
+
+
+def test_a_run_resumed_with_another_length_says_that_its_visits_differ(make, caplog) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    make(None, max_steps=9, **settings).train()
+    make(None, max_steps=9, **settings).train(resume_from_checkpoint=True)
+    assert "other visits" not in caplog.text
+    make(None, max_steps=30, **settings).train(resume_from_checkpoint=True)
+    assert "written under other visits (visits of 3 steps, order ascending, span block)" in caplog.text
+
+
 def test_visits_are_counted_in_optimizer_steps(make) -> None:
     """HiFT counts micro-batches, so that accumulation shortens its visits."""
     seen = []
@@ -249,6 +427,7 @@ def test_the_best_model_stays_loaded(make, dtype: torch.dtype) -> None:
     saved = type(trainer.model).from_pretrained(best, dtype=dtype).state_dict()
     assert_same(weights(trainer), dict(saved))
     visiting = trainer.visiting
+    visiting.resume()
     visiting.blocks.scale_learning_rate(0.0)
     visiting.param_groups[0]["lr"] = 0.0
     trainer.model(**{key: value[None] for key, value in trainer.train_dataset[0].items()}).loss.backward()
@@ -280,8 +459,12 @@ def test_layers_can_be_named(make) -> None:
 def test_what_cannot_work_is_refused(make, model) -> None:
     with pytest.raises(ConfigError, match="balance = 'flops' counts a forward pass over a batch, and Blocks has none"):
         Blocks(balance="flops")
-    with pytest.raises(ConfigError, match="visits of 2 epochs"):
-        make(Blocks(visit=bt.Duration.epochs(2))).train()
+    with pytest.raises(ConfigError, match="visits of 2000 tokens"):
+        make(Blocks(visit=bt.Duration.tokens(2000))).train()
+    with pytest.raises(ConfigError, match=r"visit = 2 epochs and sweeps = 1: .* give one of them"):
+        Blocks(visit=bt.Duration.epochs(2), sweeps=1)
+    with pytest.raises(ConfigError, match="sweeps = 4 are 12 visits, and the run has 11 steps"):
+        make(Blocks(sweeps=4)).train()
     trainer = make()
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="BlockTrainer makes its own"):
@@ -318,6 +501,7 @@ def test_the_class_of_the_optimizer_is_the_users(make) -> None:
     trainer = make(max_steps=4)
     trainer.optimizer_cls_and_kwargs = (torch.optim.Muon, {"lr": 1e-3})
     trainer.train()
+    trainer.visiting.resume()
     assert {type(optimizer) for optimizer in trainer.visiting.blocks.active_block.optimizers} == {
         torch.optim.Muon,
         torch.optim.AdamW,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import subprocess
 import sys
@@ -55,6 +56,38 @@ def test_a_script_may_end_in_mid_visit() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("held", ["in a function", "in a cycle", "by an exit handler", "by a module"])
+def test_a_script_may_end_with_a_visit_open_wherever_it_is_held(held: str) -> None:
+    """The visit was a generator, which Python closes when it collects it: exceptions were printed at the exit."""
+    script = (
+        "import atexit, sys, types, torch, blocktrain as bt\n"
+        "from blocktrain.integrations.visiting import VisitingOptimizer\n"
+        "def make():\n"
+        "    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
+        "    blocks = bt.BlockOptimizer(bt.partition(net, 3), torch.optim.AdamW, lr=0.1, precision=bt.INT8)\n"
+        "    return net, VisitingOptimizer(blocks, bt.Cyclic(visit=bt.Duration.steps(2)))\n"
+        "net, optimizer = make()\n"
+        "net(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()\n"
+    ) + {
+        "in a function": "make()\n",
+        "in a cycle": "net.optimizer = [optimizer]; optimizer.net = net; del net, optimizer\n",
+        "by an exit handler": "atexit.register(lambda kept: None, optimizer); del optimizer\n",
+        "by a module": "sys.modules['kept'] = types.ModuleType('kept'); sys.modules['kept'].it = optimizer\n",
+    }[held]
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_visit_that_nobody_leaves_does_not_freeze_the_next_one(model) -> None:
+    """An optimizer that was dropped retired its block when Python collected it, under the optimizer that followed."""
+    net = model()
+    first = visiting(net)
+    second = visiting(net)
+    del first
+    gc.collect()
+    assert {n for n, p in net.named_parameters() if p.requires_grad} == set(second.visit.block.parameters)
 
 
 def test_a_scheduler_sets_the_rate_of_every_group(model, rows) -> None:

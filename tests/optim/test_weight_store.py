@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktrain.chain.block import Partition
 from blocktrain.chain.partition import partition
-from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.errors import CheckpointError, ConfigError, StoredWeightError
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.flops import StepCounter
 from blocktrain.modules.placeholder import backing_tensors, is_placeholder
@@ -115,16 +116,134 @@ def test_a_streamed_run_is_bitwise_the_resident_one(precision: Precision, gpt2, 
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_stored_weights_take_no_memory_and_read_as_nan(kind, gpt2):
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": torch.sum,
+    "product": lambda weight: torch.ones(1, weight.shape[0], dtype=weight.dtype) @ weight,
+    "linear": lambda weight: nn.functional.linear(torch.ones(1, weight.shape[1], dtype=weight.dtype), weight),
+    "data": lambda weight: weight.data * 2,
+    "detached": lambda weight: weight.detach() + 1,
+    "transposed": lambda weight: weight.T,
+    "item": lambda weight: weight[0, 0].item(),
+    "foreach": lambda weight: torch._foreach_norm([weight]),
+    "aten": lambda weight: torch.ops.aten.add.Tensor(weight, weight),
+    "list": lambda weight: weight.tolist(),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "pointer": lambda weight: weight.data_ptr(),
+    "pickled": lambda weight: torch.save(weight, io.BytesIO()),
+    "other dtype": lambda weight: weight.double(),
+    "compared": lambda weight: torch.equal(weight, weight),
+    "written": lambda weight: weight.data.zero_(),
+    "replaced": lambda weight: setattr(weight, "data", torch.zeros(weight.shape)),
+    "initialized": nn.init.zeros_,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_stored_weight_that_is_read_outside_of_a_run_raises(read, kind, gpt2):
+    """It read as NaN: a fused loss took `lm_head.weight`, reported 0.0 and saved NaN weights without a word."""
     optimizer = optimizer_of(gpt2(), kind)
     parameter = optimizer.partition.model.get_parameter(NAME)
-    assert parameter.isnan().all()
+    with pytest.raises(StoredWeightError, match=rf"needs the value of '{NAME}'.*close\(\) the BlockOptimizer"):
+        read(parameter)
+    with optimizer.visit(optimizer.partition[2]), contextlib.suppress(TypeError, RuntimeError):  # bf16 in numpy
+        read(parameter)
+
+
+def test_what_does_not_need_the_value_of_a_stored_weight_works(kind, gpt2):
+    model = gpt2()
+    optimizer = optimizer_of(model, kind)
+    parameter = model.get_parameter(NAME)
+    assert (len(parameter), parameter.numel(), parameter.nbytes) == (32, 4096, 4096 * parameter.element_size())
+    assert torch.empty_like(parameter).shape == parameter.detach().shape == parameter.data.shape
+    assert type(torch.zeros_like(parameter)) is Tensor
+    assert NAME in repr(parameter)
+    assert model.to("cpu") is model
+    assert is_placeholder(model.get_parameter(NAME))
+    optimizer.close()
+    assert type(parameter) is nn.Parameter
+
+
+class FusedLoss(nn.Module):
+    """A model whose loss takes the head's weight, in pieces of tokens, in place of the head's output."""
+
+    def __init__(self, own_function: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.layer = nn.Linear(8, 8)
+        self.own_function = own_function
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.layer(self.embedding(tokens)).tanh()
+        apply = _Product.apply if self.own_function else nn.functional.linear
+        losses = [
+            nn.functional.cross_entropy(apply(part, self.head.weight).float(), labels, reduction="sum")
+            for part, labels in zip(hidden.split(2), tokens.split(2), strict=True)
+        ]
+        return sum(losses, torch.zeros(()))
+
+
+class _Product(torch.autograd.Function):
+    """As fused kernels do, it reads the weight in its backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0] @ ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("own_function", [False, True], ids=["", "own backward"])
+def test_a_loss_that_takes_a_stored_weight_inside_the_forward_pass_gets_its_value(own_function: bool, kind):
+    layers = {"embedding": ["embedding"], "layer": ["layer"], "head": ["head"]}
+    tokens = torch.arange(8)
+    stored = BlockOptimizer(
+        partition(FusedLoss(own_function), 3, layers=layers), torch.optim.AdamW, precision=kind[0], frozen=kind[1]
+    )
+    model = stored.partition.model
+    head = model.get_parameter("head.weight")
+    value = quantize(head.data if not is_placeholder(head) else stored.block_weights(2)["head.weight"], kind[0].frozen)
+    plain = FusedLoss(own_function).to(kind[0].compute)
+    embedded = quantize(stored.block_weights(0)["embedding.weight"], kind[0].frozen)
+    plain.head.weight.data, plain.embedding.weight.data = value.dequantize(), embedded.dequantize()
+    with stored.visit(stored.partition[1]):
+        assert is_placeholder(head)
+        loss = model(tokens)
+        loss.backward()
+        expected = plain(tokens)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        assert loss.item() > 0
+        name = "layer.weight"
+        gradient = stored.active_block.gradient(name)
+        assert gradient is not None
+        assert plain.layer.weight.grad is not None
+        assert torch.equal(gradient, plain.layer.weight.grad)
+        with pytest.raises(StoredWeightError):
+            head.sum()
+
+
+def test_after_a_forward_pass_that_fails_reads_raise_again(kind, gpt2):
+    model = optimizer_of(gpt2(), kind).partition.model
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 4), 1000))
+    with pytest.raises(StoredWeightError):
+        model.get_parameter(NAME).sum()
+
+
+def test_stored_weights_take_no_memory(kind, gpt2):
+    optimizer = optimizer_of(gpt2(), kind)
+    parameter = optimizer.partition.model.get_parameter(NAME)
+    assert is_placeholder(parameter)
     assert parameter.untyped_storage().nbytes() == parameter.element_size()
     assert (parameter.shape, parameter.dtype) == ((32, 128), kind[0].compute)
     assert not is_placeholder(optimizer.partition.model.get_parameter("transformer.h.1.mlp.c_fc.bias"))
     with optimizer.visit(optimizer.partition[2]):
         assert not parameter.isnan().any()
-    assert parameter.isnan().all()
+    assert is_placeholder(parameter)
 
 
 def test_a_visit_that_fails_stores_its_block(kind, gpt2):
@@ -225,9 +344,9 @@ def test_a_copy_without_memory_has_the_shapes_and_costs_of_the_model(kind, gpt2,
 def test_a_copy_has_no_stored_values(kind, gpt2):
     optimizer = optimizer_of(gpt2(), kind)
     replica = copy.deepcopy(optimizer.partition.model)
-    assert not any(is_placeholder(parameter) for parameter in replica.parameters())
-    assert replica.get_parameter(NAME).isnan().all()
-    assert replica.state_dict()[NAME].isnan().all()
+    for weight in (replica.get_parameter(NAME), replica.state_dict()[NAME]):
+        with pytest.raises(StoredWeightError, match=r"this is a copy of a model .*copy model.state_dict\(\)"):
+            weight.sum()
 
 
 def test_bytes_of_the_weights(kind, gpt2):

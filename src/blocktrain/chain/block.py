@@ -80,7 +80,8 @@ class Block:
 
 
 class Partition(Sequence[Block]):
-    """The ordered blocks of a chain; every scalar of the model's parameters is in exactly one of them.
+    """The ordered blocks of a chain; every scalar of the model's parameters is in exactly one of them, but for
+    parameters that did not require gradients when the model was cut: they are in none and are never trained.
 
     The division itself never changes. A partition also remembers the unions (`union`) and the restricted blocks
     (`restrict`) that it has handed out: `block in partition` is true of these too, and a union is always the same
@@ -167,7 +168,8 @@ class Partition(Sequence[Block]):
 
     def rebind(self, model: nn.Module) -> Partition:
         """The same division of `model`, a copy of this partition's model."""
-        chain = Chain.of_modules(model, {layer.name: list(layer.modules) for layer in self.chain.layers})
+        groups = {layer.name: list(layer.modules) for layer in self.chain.layers}
+        chain = Chain.of_modules(model, groups, untrained=self.chain.untrained)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         blocks = [
             replace(

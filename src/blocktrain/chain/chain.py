@@ -38,10 +38,15 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The layers of `model` in forward order. Together they hold every parameter; otherwise `PartitionError`."""
+    """The layers of `model` in forward order. Together they hold every parameter; otherwise `PartitionError`.
+
+    untrained: full names of the parameters that nobody may train, because they did not require gradients when the model
+        was cut into blocks (see `freezing.untrained_parameters`).
+    """
 
     model: nn.Module
     layers: tuple[Layer, ...]
+    untrained: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         placed = {id(parameter) for layer in self.layers for _, parameter in layer.named_parameters()}
@@ -53,7 +58,9 @@ class Chain:
                 )
 
     @classmethod
-    def of_modules(cls, model: nn.Module, groups: Mapping[str, Sequence[str]]) -> Chain:
+    def of_modules(
+        cls, model: nn.Module, groups: Mapping[str, Sequence[str]], *, untrained: frozenset[str] = frozenset()
+    ) -> Chain:
         """A chain from names: `{"embedding": ["transformer.wte", "transformer.wpe"], "h.0": ["transformer.h.0"]}`.
 
         Raises `PartitionError` for a path that is not a module of `model`, and for a parameter in no layer.
@@ -65,12 +72,12 @@ class Chain:
                 if path not in modules:
                     raise PartitionError(f"layer '{name}': {type(model).__name__} has no module '{path}'")
             layers.append(Layer(index, name, {path: modules[path] for path in paths}))
-        return cls(model, tuple(layers))
+        return cls(model, tuple(layers), untrained)
 
     @cached_property
     def owned(self) -> tuple[Mapping[str, nn.Parameter], ...]:
-        """The parameters that each layer owns, by name. A tied parameter is owned by the first layer that uses it:
-        only then does a frozen prefix stay frozen while a later block is active."""
+        """The parameters that each layer owns, by name, without the `untrained` ones. A tied parameter is owned by the
+        first layer that uses it: only then does a frozen prefix stay frozen while a later block is active."""
         seen: set[int] = set()
         owned = []
         for layer in self.layers:
@@ -78,6 +85,14 @@ class Chain:
             for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    mine[name] = parameter
+                    if name not in self.untrained:
+                        mine[name] = parameter
             owned.append(mine)
         return tuple(owned)
+
+    @cached_property
+    def untrained_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The `untrained` parameters by name, in forward order; tied ones once."""
+        named = {name: parameter for layer in self.layers for name, parameter in layer.named_parameters()}
+        once = {id(named[name]): name for name in reversed(named) if name in self.untrained}
+        return {name: named[name] for name in reversed(once.values())}

@@ -11,15 +11,29 @@ can be stored; and a frozen BatchNorm neither moves its running statistics nor d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.chain import Chain
 from blocktrain.chain.checkpointing import disable_hf_checkpointing, restore_hf_checkpointing
 from blocktrain.modules.tied import share_gradients, unshare_gradients
+
+# An attribute of a model whose blocks are frozen here, which its copies have too: names of the blocks' parameters.
+_FROZEN_HERE = "_blocktrain_frozen"
+
+
+def untrained_parameters(chain: Chain) -> frozenset[str]:
+    """Names of the parameters that do not require gradients, unless that is because their block is frozen now: whoever
+    made the model does not want them trained."""
+    frozen_here: Collection[str] = getattr(chain.model, _FROZEN_HERE, ())
+    named = {name: parameter for layer in chain.layers for name, parameter in layer.named_parameters()}
+    trained = {id(parameter) for name, parameter in named.items() if parameter.requires_grad or name in frozen_here}
+    return frozenset(name for name, parameter in named.items() if id(parameter) not in trained)
 
 
 def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
@@ -38,6 +52,7 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
         # prefix's activations.
         if getattr(module, "_require_grads_hook", None) is not None:
             module.disable_input_require_grads()  # pyright: ignore[reportCallIssue]
+    setattr(partition.model, _FROZEN_HERE, frozenset(partition.whole.parameters))
     active = {id(parameter) for parameter in block.parameters.values()}
     for parameter in partition.model.parameters():
         parameter.requires_grad_(id(parameter) in active)
@@ -57,6 +72,27 @@ def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool 
         module.train()
 
 
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """Which parameters of a model require gradients, and which modules are in train mode, at one moment."""
+
+    requires_grad: Mapping[nn.Parameter, bool]
+    training: Mapping[nn.Module, bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Flags:
+        """Those of `model` now."""
+        requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        return cls(requires_grad, {module: module.training for module in model.modules()})
+
+    def restore(self) -> None:
+        """Set them as they were."""
+        for parameter, flag in self.requires_grad.items():
+            parameter.requires_grad_(flag)
+        for module, mode in self.training.items():
+            module.training = mode
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside this context every module is in eval mode; afterwards each has its previous mode."""
@@ -71,8 +107,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def release(partition: Partition) -> None:
     """Freeze everything and free all gradients: undoes `activate`."""
+    setattr(partition.model, _FROZEN_HERE, frozenset(partition.whole.parameters))
     for parameter in partition.model.parameters():
         parameter.requires_grad_(False)
         parameter.grad = None
     unshare_gradients(partition.model)
     restore_hf_checkpointing(partition)
+
+
+def thaw(partition: Partition) -> None:
+    """Let the parameters of all blocks require gradients again, as they did when the model was cut into blocks."""
+    for parameter in partition.whole.parameters.values():
+        parameter.requires_grad_(True)
+    vars(partition.model).pop(_FROZEN_HERE, None)

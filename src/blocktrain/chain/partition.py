@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import nn
 
 from blocktrain.chain.balance import balanced, balanced_up_to
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.chain import Chain
+from blocktrain.chain.chain import Chain, Layer
 from blocktrain.chain.cost import layer_costs
 from blocktrain.chain.discovery import find_chain
+from blocktrain.chain.freezing import untrained_parameters
 from blocktrain.chain.partition_config import Balance, PartitionConfig, Pieces
 from blocktrain.chain.segment import Segment, layer_segments, module_segments, segments_up_to
 from blocktrain.errors import ConfigError, PartitionError
@@ -49,6 +51,9 @@ def partition(
         `[["embedding", "transformer.h.[0-3]"], ["transformer.h.*", "head"]]`. A layer goes to the first block that
         names it; a block must be contiguous, and a pattern that matches nothing is an error.
 
+    Parameters that do not require gradients now are in no block, so nothing trains them; a layer of such parameters
+    alone is in no block either.
+
     Raises `PartitionError` when the model cannot be cut so, `ConfigError` for contradictory arguments.
     """
     if [num_blocks, largest, patterns].count(None) != 2:
@@ -70,6 +75,12 @@ def partition_by_config(
 ) -> Partition:
     """Cut `model` as `config` says; batch: one forward call's keyword arguments, for `balance = "flops"`."""
     chain = find_chain(model, config.layers)
+    chain = replace(chain, untrained=untrained_parameters(chain))
+    if not any(chain.owned):
+        raise PartitionError(
+            f"no parameter of {type(model).__name__} requires gradients, so there is nothing to train: call "
+            "requires_grad_(True) on those that are to be trained, before the model is cut into blocks"
+        )
     if config.patterns is not None:
         segments = layer_segments(chain)
         groups: Sequence[Sequence[int]] = _groups_by_patterns([layer.name for layer in chain.layers], config.patterns)
@@ -128,9 +139,13 @@ def _groups_by_patterns(names: Sequence[str], patterns: Sequence[Sequence[str]])
 
 def _block(chain: Chain, index: int, segments: Sequence[Segment]) -> Block:
     parameters = {name: parameter for segment in segments for name, parameter in segment.parameters.items()}
-    names = tuple(segment.name for segment in segments)
     if not parameters:
-        raise PartitionError(f"block {index} ({', '.join(names)}) owns no parameters: use fewer blocks")
+        names = ", ".join(segment.name for segment in segments)
+        why = " that require gradients" if chain.untrained else ""
+        raise PartitionError(f"block {index} ({names}) owns no parameters{why}: use fewer blocks")
+    idle = {layer.index for layer in chain.layers if _is_untrained(chain, layer)}
+    segments = [segment for segment in segments if segment.layer not in idle]
+    names = tuple(segment.name for segment in segments)
     rows: dict[str, range] = {}
     for segment in segments:
         if segment.rows is not None:
@@ -139,3 +154,8 @@ def _block(chain: Chain, index: int, segments: Sequence[Segment]) -> Block:
             rows[name] = range(start, segment.rows.stop)
     layers = tuple(chain.layers[layer] for layer in dict.fromkeys(segment.layer for segment in segments))
     return Block(index, layers, parameters, rows, names)
+
+
+def _is_untrained(chain: Chain, layer: Layer) -> bool:
+    """Whether the layer owns nothing because its parameters must not be trained (and not because they are tied)."""
+    return not chain.owned[layer.index] and any(name in chain.untrained for name, _ in layer.named_parameters())

@@ -1,35 +1,56 @@
 """Block training in the Hugging Face Trainer and in TRL's trainers.
 
-    trainer = BlockTrainer(model, args, train_dataset=rows, blocks=Blocks(count=3, visit=Duration.steps(100)))
+    trainer = BlockTrainer(model, args, train_dataset=rows, blocks=Blocks(count=3))
 
     class BlockSFTTrainer(BlockTrainerMixin, SFTTrainer): ...
 
 Everything that `TrainingArguments` says still applies. The trainer sees one optimizer (`VisitingOptimizer`), which it
-steps, schedules, saves and loads like any other. Only two things are overridden: where that optimizer is made, and what
-happens when the trainer replaces the model's weights.
+steps, schedules, saves and loads like any other. Only three things are overridden: where that optimizer is made, where
+the length of the run becomes known, and what happens when the trainer replaces the model's weights.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode, TrainingArguments
 
+from blocktrain.chain.block import Block, Partition
+from blocktrain.chain.freezing import Flags
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, NonFiniteError
 from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
 from blocktrain.optim.state_store import Drop, StateStore
 from blocktrain.schedule import Cyclic, Order, Span
-from blocktrain.units import Duration
+from blocktrain.units import BatchGeometry, Duration
+
+log = logging.getLogger(__name__)
+
+VISIT_STEPS = 100  # about how long visits last that nobody has chosen, where the run is long enough for that
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """How long a trainer's run is.
+
+    steps: optimizer steps of the whole run.
+    steps_per_epoch: optimizer steps of one pass over the training rows; None for rows without a known number.
+    """
+
+    steps: int
+    steps_per_epoch: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +59,20 @@ class Blocks(PartitionConfig):
 
     count, stages, pieces, largest, patterns, layers: how the model is cut, as for `blocktrain.partition`.
     balance: "parameters" only, because "flops" are counted on a batch, which is not known here.
-    visit: how long a visit lasts, in optimizer steps.
+    visit: how long a visit lasts, in optimizer steps or epochs; None: as long as `sweeps` says.
+    sweeps: instead of `visit`, how many times the run visits all blocks; its steps are divided evenly. With neither,
+        there are as many whole sweeps as make visits of about 100 steps, and at least one.
     order: the order of the blocks in a sweep; "shuffled" draws it with the trainer's seed.
     span: a visit trains its "block", or the "suffix": every block above it too.
     state: where optimizer moments stay between visits.
-    precision: None means `FP32` for a model in fp32 and `BF16_EXACT` for one in bf16.
+    precision: None means `FP32` where all that is trained is in fp32, and `BF16_EXACT` where some of it is in bf16.
     frozen_dropout: let dropout act in frozen layers too.
 
     Raises `ConfigError` for options that do not go together.
     """
 
-    visit: Duration = Duration.steps(100)
+    visit: Duration | None = None
+    sweeps: int | None = None
     order: Order | Sequence[int] = "ascending"
     span: Span = "block"
     state: StateStore = field(default_factory=Drop)
@@ -62,6 +86,56 @@ class Blocks(PartitionConfig):
                 "balance = 'flops' counts a forward pass over a batch, and Blocks has none: leave it out, or name the "
                 "layers of each block with patterns"
             )
+        if self.visit is not None and self.sweeps is not None:
+            raise ConfigError(
+                f"visit = {self.visit} and sweeps = {self.sweeps}: how long visits last follows from the number of "
+                "sweeps and the run's length; give one of them"
+            )
+        Cyclic(visit=Duration.steps(VISIT_STEPS), sweeps=self.sweeps, order=self.order, span=self.span)  # refuses
+
+    def schedule(self, partition: Partition, length: RunLength, *, seed: int) -> Cyclic:
+        """The visits to `partition` in a run of `length`, in steps. They go on after the run's end.
+
+        Raises `ConfigError` for more sweeps than the run has steps for, and for visits in epochs where the length of an
+        epoch is not known.
+        """
+        if self.visit is not None:
+            return self._cyclic(_in_steps(self.visit, length), seed=seed)
+        # `blocks_of` also checks an order that lists blocks.
+        a_sweep = len(self._cyclic(Duration.steps(VISIT_STEPS), seed=seed).blocks_of(0, len(partition)))
+        sweeps = self.sweeps or max(1, round(length.steps / (VISIT_STEPS * a_sweep)))
+        steps, longer = divmod(length.steps, sweeps * a_sweep)
+        if not steps and self.sweeps is not None:
+            raise ConfigError(
+                f"sweeps = {sweeps} are {sweeps * a_sweep} visits, and the run has {length.steps} steps: train for at "
+                "least as many steps as there are visits, or in fewer sweeps or blocks"
+            )
+        if not steps:
+            return self._cyclic(Duration.steps(1), seed=seed)
+        return self._cyclic(Duration.steps(steps), first_visits=(Duration.steps(steps + 1),) * longer, seed=seed)
+
+    def _cyclic(self, visit: Duration, *, seed: int, first_visits: Sequence[Duration] = ()) -> Cyclic:
+        return Cyclic(visit=visit, first_visits=first_visits, order=self.order, span=self.span, seed=seed)
+
+
+def _in_steps(visit: Duration, length: RunLength) -> Duration:
+    if visit.unit != "epochs":
+        return visit
+    if length.steps_per_epoch is None:
+        raise ConfigError(f"visits of {visit}: the training rows have no length, so an epoch has none; use steps")
+    epoch = BatchGeometry(tokens_per_step=1, rows_per_step=1, rows_per_epoch=length.steps_per_epoch)
+    return Duration.steps(visit.in_steps(epoch))
+
+
+def unvisited(schedule: Cyclic, partition: Partition, steps: int) -> list[Block]:
+    """The blocks that no visit trains in the first `steps` steps; visits are in steps."""
+    visited: set[int] = set()
+    for visit in schedule.visits(partition):
+        if steps <= 0:
+            break
+        visited.update(visit.block.members)
+        steps -= int(visit.duration.value)
+    return [block for block in partition if block.index not in visited]
 
 
 class BlockTrainerMixin:
@@ -75,6 +149,7 @@ class BlockTrainerMixin:
 
     args: TrainingArguments
     model: Any
+    state: Any
     accelerator: Any
     optimizer: Any
     optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
@@ -84,7 +159,57 @@ class BlockTrainerMixin:
             raise ConfigError(f"blocks = {blocks!r}: give Blocks(count={blocks!r}), or another of its options")
         self.blocks = blocks if blocks is not None else Blocks()
         self.visiting: VisitingOptimizer | None = None  # without the trainer's wrapper; None until training begins
+        self._run_length: RunLength | None = None  # None until training begins
+        self._found: Flags | None = None  # the model's flags before training
         super().__init__(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the trainer. Afterwards, also after an exception, parameters require gradients and modules are in train
+        mode as before; the visit is left, and another call continues it."""
+        if getattr(self, "model_init", None) is not None:  # the trainer makes a new model and a new optimizer
+            self.visiting = self._found = None
+        elif self.visiting is not None and self.visiting.blocks.block is None:
+            self._require_unchanged_flags()
+            self._found = Flags.of(self.model)
+            self.visiting.resume()
+        elif self.visiting is None:
+            self._found = Flags.of(self.model)
+        try:
+            return super().train(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            if self.visiting is not None:
+                self.visiting.pause()
+            if self._found is not None:
+                self._found.restore()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in the trainer. Raises `NonFiniteError` for a loss that is infinite or not a number, before the step."""
+        loss = super().training_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if not bool(torch.isfinite(loss).all()):
+            block = None if self.visiting is None else self.visiting.visit.block
+            raise NonFiniteError(
+                f"the loss is {loss.float().mean().item()} in step {self.state.global_step + 1} (counted from 1), a "
+                f"visit to {block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
+            )
+        return loss
+
+    def _require_unchanged_flags(self) -> None:
+        assert self.visiting is not None
+        trained = self.visiting.blocks.partition.whole.parameters
+        own = {id(parameter) for parameter in trained.values()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad != (id(parameter) in own):
+                raise ConfigError(
+                    f"'{name}' has requires_grad = {parameter.requires_grad}, but not when the model was cut into "
+                    "blocks; make a new BlockTrainer"
+                )
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
+        """As in the trainer; visits follow from the length of the run that it finds."""
+        values = super().set_initial_training_values(args, dataloader)  # pyright: ignore[reportAttributeAccessIssue]
+        steps_per_epoch = values[1] if has_length(dataloader) else None
+        self._run_length = RunLength(steps=values[-1], steps_per_epoch=steps_per_epoch)
+        return values
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Cut the model and make the optimizer that visits its blocks."""
@@ -111,17 +236,42 @@ class BlockTrainerMixin:
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
-        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters())
+        partition = partition_by_config(self.model, settings)
+        if self._found is None:  # called by the user before training begins, or the trainer made the model itself
+            self._found = Flags.of(self.model)
+        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in partition.whole.parameters.values())
         blocks = BlockOptimizer(
-            partition_by_config(self.model, settings),
+            partition,
             cls,
             state=settings.state,
             precision=settings.precision or (BF16_EXACT if is_bf16 else FP32),
             frozen_dropout=settings.frozen_dropout,
             **options,
         )
-        schedule = Cyclic(visit=settings.visit, order=settings.order, span=settings.span, seed=self.args.seed)
-        return VisitingOptimizer(blocks, schedule)
+        if self._run_length is None:  # called by the user, before training begins
+            self.set_initial_training_values(self.args, self.get_train_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
+        assert self._run_length is not None
+        schedule = settings.schedule(blocks.partition, self._run_length, seed=self.args.seed)
+        visiting = VisitingOptimizer(blocks, schedule)
+        missed = unvisited(schedule, blocks.partition, self._run_length.steps)
+        if missed:
+            log.warning(
+                "%d of %d blocks are never visited in this run of %d steps: %s. %s",
+                len(missed),
+                len(blocks.partition),
+                self._run_length.steps,
+                "; ".join(map(repr, missed)),
+                self._way_to_visit_all(missed),
+            )
+        return visiting
+
+    def _way_to_visit_all(self, missed: Sequence[Block]) -> str:
+        order, visit = self.blocks.order, self.blocks.visit
+        if not isinstance(order, str) and any(block.index not in order for block in missed):
+            return f"Name them in Blocks(order={list(order)}) too"
+        if visit is None:
+            return "Train for more steps or in fewer blocks"
+        return f"Leave out Blocks(visit={visit}), so that visits follow from the run's length, or give Blocks(sweeps=1)"
 
     def _require_supported(self) -> None:
         if self.args.fp16:

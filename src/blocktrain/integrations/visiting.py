@@ -13,6 +13,7 @@ calls of `step`, that is in optimizer steps, however many micro-batches the loop
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -25,6 +26,8 @@ from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.schedule import Cyclic, Visit
 from blocktrain.units import BatchGeometry
+
+log = logging.getLogger(__name__)
 
 _KEYS = {"visit", "visit_step", "param_groups", "blocks"}
 _STEPS_ALONE = BatchGeometry(tokens_per_step=1, rows_per_step=1, rows_per_epoch=1)
@@ -92,6 +95,22 @@ class VisitingOptimizer(torch.optim.Optimizer):
         """See `BlockOptimizer.clip_grad_norm`."""
         return self.blocks.clip_grad_norm(max_norm)
 
+    def pause(self) -> None:
+        """Leaves the current visit so that `resume` continues it exactly. Until then no step can be taken, everything
+        is frozen, and the block's moments are on the host."""
+        block = self.blocks.block
+        if block is None:
+            return
+        at = {index: (self.blocks.block_state(index), self.blocks.block_low_bits(index)) for index in block.members}
+        self._visit_stack.close()
+        self.blocks.load_progress(at)
+        self.param_groups[0]["params"] = []  # masters are freed
+
+    def resume(self) -> None:
+        """Continues the visit that `pause` left."""
+        if self.blocks.block is None:
+            self._begin_visit(self.visit.index, step=self.visit_step)
+
     def close(self) -> None:
         """Leaves the current visit: masters and moments are gone from the device, and everything is frozen."""
         self._visit_stack.close()
@@ -105,6 +124,7 @@ class VisitingOptimizer(torch.optim.Optimizer):
         return {
             "visit": self.visit.index,
             "visit_step": self.visit_step,
+            "schedule": self._schedule_in_words(),
             "param_groups": [group],
             "blocks": self.blocks.state_dict(),
         }
@@ -121,6 +141,15 @@ class VisitingOptimizer(torch.optim.Optimizer):
         on_host = {
             index: {name: bits.cpu() for name, bits in mine.items()} for index, mine in saved["low_bits"].items()
         }
+        before, now = state_dict.get("schedule"), self._schedule_in_words()
+        if before is not None and before != now:  # older checkpoints do not say
+            log.warning(
+                "the checkpoint was written under other visits (%s), and the run now continues in the midst of visit "
+                "%d of these: %s. For the same visits resume with the same run length, or give the visit in steps",
+                before,
+                state_dict["visit"],
+                now,
+            )
         self._visit_stack.close()
         self.blocks.load_state_dict({**saved, "low_bits": on_host})
         self.param_groups[0].update(state_dict["param_groups"][0])
@@ -144,6 +173,14 @@ class VisitingOptimizer(torch.optim.Optimizer):
         self.visit, self.visit_step = self._visit_of(index), step
         self._visit_stack.enter_context(self.blocks.visit(self.visit.block))
         self.param_groups[0]["params"] = self._trained_parameters()
+
+    def _schedule_in_words(self) -> str:
+        """What decides the visits, in words: for checkpoints and for messages."""
+        cyclic = self.schedule
+        order = cyclic.order if isinstance(cyclic.order, str) else list(cyclic.order)
+        first = [int(length.value) for length in cyclic.first_visits]
+        longer = f", the first {len(first)} of {first[0]} to {max(first)} steps" if first else ""
+        return f"visits of {cyclic.visit.value:g} steps{longer}, order {order}, span {cyclic.span}"
 
     def _visit_of(self, index: int) -> Visit:
         return next(self.schedule.visits(self.blocks.partition, start=index))

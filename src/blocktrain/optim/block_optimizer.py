@@ -9,16 +9,15 @@ with optimizer.visit(block):      freeze the others, unfreeze `block`, build its
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.freezing import activate, release
+from blocktrain.chain.freezing import activate, release, thaw
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.block_weights import BlockWeights
@@ -33,7 +32,8 @@ from blocktrain.optim.weight_store import OnDevice, WeightLocation
 class BlockOptimizer:
     """Optimizes one block of a partition at a time with an optimizer class of PyTorch's.
 
-    partition: the blocks of the model to train. Constructing freezes the whole model.
+    partition: the blocks of the model to train. Constructing freezes the whole model, until `close`. Parameters that
+        are in no block (see `partition`) are never trained; they have the precision and the place of frozen weights.
     optimizer_class, **kwargs: as you would construct it for the whole model; a new one is built at each visit.
         `weight_decay` is exactly the value given, on every parameter except those that `undecayed` names. Classes that
         take matrices only (`torch.optim.Muon`) get the 2-D weights of the hidden layers; `others` gets all other
@@ -41,8 +41,8 @@ class BlockOptimizer:
     state: where the moments are stored between visits: `Drop()`, `KeepOnHost()`, `KeepOnDisk(folder)`.
     precision: `FP32`; or weights in less than fp32 and an fp32 master of the active block only: `BF16_EXACT`, `BF16`
         (masters are rebuilt at each visit), `INT8`, `NF4` (frozen weights are quantized, exact masters on the host).
-    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Weights that are quantized or on the host
-        read as NaN outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
+    frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Reading weights that are quantized or on the
+        host raises `StoredWeightError` outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
     undecayed: (module, attribute name) -> True for parameters without weight decay.
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
@@ -113,23 +113,23 @@ class BlockOptimizer:
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def visit(self, block: Block) -> Iterator[BlockOptimizer]:
+    def visit(self, block: Block) -> AbstractContextManager[BlockOptimizer]:
         """Train `block` inside the `with`: one of the partition's blocks or a union of several. Visits do not nest."""
+        return _Visit(self, block)
+
+    def _enter(self, block: Block, updates: ExitStack) -> None:
+        """Activate `block`; updates: gets what ends the backward updates of this visit."""
         if self._active is not None:
             raise ConfigError(f"{block} cannot be activated: the visit to {self._active.block} is still open")
         if block not in self.partition:
             raise ConfigError(f"{block} is not a block of this optimizer's partition; visit one of {self.partition}")
-        is_finalizing = sys.is_finalizing  # while the interpreter ends, this module's own names are None
         self._activate(block)
         try:
-            with ExitStack() as updates:
-                for update in self.backward_updates:
-                    updates.enter_context(update.updating(self.partition, self.active_block))
-                yield self
-        finally:
-            if not is_finalizing():  # a script that ends inside a visit: PyTorch can make no more tensors
-                self._retire()
+            for update in self.backward_updates:
+                updates.enter_context(update.updating(self.partition, self.active_block))
+        except BaseException:
+            self._retire()
+            raise
 
     def prefetch_state(self, block: Block) -> None:
         """The next visit will be to `block`: start to read its state, where that takes time. This is only a hint."""
@@ -244,10 +244,11 @@ class BlockOptimizer:
         self.changed_at = [self.steps if index in touched else at for index, at in enumerate(self.changed_at)]
 
     def close(self) -> None:
-        """Turn the model into an ordinary one again, every weight on its device. The optimizer cannot be used after
-        that."""
+        """Turn the model into an ordinary one again, every weight on its device, and those of the blocks require
+        gradients. The optimizer cannot be used after that."""
         self._require_between_visits("closing")
         self._weights.close()
+        thaw(self.partition)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -320,9 +321,40 @@ class BlockOptimizer:
         self.changed_at = list(saved["changed_at"])
         self._weights.low_bits = [dict(saved["low_bits"].get(block.index, {})) for block in self.partition]
 
+    def load_progress(self, active: Mapping[int, tuple[BlockState | None, LowBits]]) -> None:
+        """Continue, between visits, where a visit was left: for each block (by index) the state and the low bits that
+        it had then. Its next activation uses them, whatever the store and the precision keep."""
+        self._require_between_visits("loading")
+        for index, (state, low_bits) in active.items():
+            if state is not None:
+                self._pending[index] = state
+            self._weights.low_bits[index] = low_bits
+
     def _require_between_visits(self, what: str) -> None:
         if self._active is not None:
             raise ConfigError(f"{self._active.block} is active: leave its visit before {what}")
+
+
+class _Visit(AbstractContextManager[BlockOptimizer]):
+    """The context of a visit. It is no generator: Python would close a generator that nobody leaves when it collects
+    it, so a visit would retire in the midst of another one, or in an interpreter that ends and can make no tensors."""
+
+    def __init__(self, optimizer: BlockOptimizer, block: Block):
+        self.optimizer = optimizer
+        self.block = block
+        self._updates = ExitStack()
+
+    def __enter__(self) -> BlockOptimizer:
+        with ExitStack() as updates:
+            self.optimizer._enter(self.block, updates)
+            self._updates = updates.pop_all()
+        return self.optimizer
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._updates.__exit__(*error)
+        finally:
+            self.optimizer._retire()
 
 
 def _require_matching(saved: Mapping[str, Any], partition: Partition, precision: Precision) -> None:

@@ -20,13 +20,14 @@ from blocktrain.optim.weight_store import WeightLocation, WeightStore
 
 
 class BlockWeights:
-    """The weights of a partition's blocks. Constructing lowers and stores those of the whole model.
+    """The weights of a partition's blocks. Constructing lowers and stores those of the whole model, parameters that no
+    block may train included.
 
     low_bits: by block, the bits of its masters that its weights lack while it is frozen.
     """
 
     def __init__(self, partition: Partition, precision: Precision, location: WeightLocation):
-        for name, parameter in partition.model.named_parameters():
+        for name, parameter in partition.whole.parameters.items():
             # 16 bits without a master lose small updates; nobody should train so without having asked for it.
             if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
                 raise ConfigError(
@@ -44,6 +45,11 @@ class BlockWeights:
                     if name in block.parameters:
                         self.low_bits[block.index][name] = block.part(name, low_bits)
             self._store.store([parameter])
+        for parameter in partition.chain.untrained_parameters.values():  # they only have to fit what runs beside them
+            if parameter.is_floating_point():
+                if precision.has_master:
+                    lower(parameter)
+                self._store.store([parameter])
 
     def activate(self, block: Block) -> Masters | None:
         """Restore a block's weights for training. Returns its masters, if it needs any."""
@@ -71,7 +77,7 @@ class BlockWeights:
     def load_weights(self, block: Block, weights: Mapping[str, Tensor]) -> None:
         """Replace a block's weights; raises `CheckpointError` if one is missing."""
         for name, parameter in block.parameters.items():
-            shape = block.part(name, parameter).shape
+            shape = block.part(name, torch.empty_like(parameter, device="meta")).shape
             if name not in weights or weights[name].shape != shape:
                 raise CheckpointError(f"the weights to load have no '{name}' of shape {tuple(shape)}")
         for name, parameter in block.parameters.items():

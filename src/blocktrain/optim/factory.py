@@ -106,7 +106,7 @@ class OptimizerFactory:
     def state_bytes(self, block: Block, master: torch.dtype | None) -> int:
         """Bytes of state that optimizers of `block` will have, found by a step on tensors without memory."""
         trained = {
-            name: nn.Parameter(torch.empty_like(block.part(name, p), dtype=master or p.dtype, device="meta"))
+            name: nn.Parameter(block.part(name, torch.empty_like(p, dtype=master or p.dtype, device="meta")))
             for name, p in block.parameters.items()
         }
         optimizers = self.build(trained, without=("fused", "foreach", "capturable"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class WeightStore:
         self._last, self._up = -1, True  # the place in that order that ran last, and the direction of the pass
         self._undo: list[Callable[[], object]] = []
         self._side: SideStream | None = None  # None: nothing is ever stored here
+        self._forward_passes = 0  # of the whole model that run now, one inside the other
+        self._read: dict[nn.Parameter, Tensor] = {}  # what such a pass has read outside of the weight's layer
         if form not in ("int8", "nf4") and isinstance(location, OnDevice):
             return
         if any(is_placeholder(parameter) for parameter in chain.model.parameters()):
@@ -89,7 +92,10 @@ class WeightStore:
                 matrices = {owner: mine for owner, mine in matrices.items() if mine}
                 self._undo.append(wrap_forward(module, _MaterializeUnit(self, len(self._units), matrices)))
                 self._units.append(list(dict.fromkeys(p for mine in matrices.values() for p in mine.values())))
+        self._names = {parameter: name for name, parameter in chain.model.named_parameters()}
         self._undo.append(chain.model.register_state_dict_post_hook(_StateDictHook(self)).remove)
+        self._undo.append(chain.model.register_forward_pre_hook(_ForwardHook(self, 1), prepend=True).remove)
+        self._undo.append(chain.model.register_forward_hook(_ForwardHook(self, -1), always_call=True).remove)
         side_stream = location.side_stream if isinstance(location, OnHost) else SideStream
         self._side = side_stream(next(chain.model.parameters()).device)
 
@@ -142,7 +148,8 @@ class WeightStore:
             parts = tuple(self._side.pinned(part) for part in quantized.parts) if is_quantized else (on_host,)
             quantized = replace(quantized, parts=parts)
         self._stored[parameter] = _StoredWeight(on_host, quantized)
-        replace_by_placeholder(parameter, quantized.parts)
+        read = partial(self._read_now, parameter)
+        replace_by_placeholder(parameter, quantized.parts, self._names[parameter], read)
 
     # -- accounting -----------------------------------------------------------------------------------------------
 
@@ -180,6 +187,30 @@ class WeightStore:
                 if following is not None:
                     self._prefetched[following] = on_its_way or self._fetch(following)
             return {p: self._stored[p].quantized.dequantize(mine) for p, mine in parts.items()}
+
+    def forward_passes(self, change: int) -> None:
+        """A forward pass of the whole model begins (`change` is 1) or ends (-1)."""
+        self._forward_passes += change
+        if not self._forward_passes:
+            self._read = {}
+
+    def _read_now(self, parameter: nn.Parameter) -> Tensor | None:
+        """The value, on the device, of a stored weight that something reads outside of its layer's run (a fused loss)
+        in a forward pass of the whole model or in a backward pass; None at other times."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._forward_passes and not in_backward:
+            return None
+        if parameter in self._read:
+            return self._read[parameter]
+        assert self._side is not None
+        with torch.inference_mode(False), torch.no_grad():
+            quantized = self._stored[parameter].quantized
+            parts = tuple(self._side.to_device(part) for part in quantized.parts)
+            self._side.join()
+            value = quantized.dequantize(parts)
+        if self._forward_passes:  # a loss in chunks reads it once for each of them
+            self._read[parameter] = value
+        return value
 
     def _fetch(self, unit: int) -> dict[nn.Parameter, tuple[Tensor, ...]]:
         """Start to copy a unit's quantized weights to the device."""
@@ -231,6 +262,21 @@ class _MaterializeUnit(NotCopied):
                 materialized = {attribute: values[p] for attribute, p in parameters.items() if p in values}
                 stack.enter_context(substituted_parameters(owner, materialized))
             return run(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class _ForwardHook:
+    """Tells the store when forward passes of the whole model begin and end."""
+
+    store: WeightStore
+    change: int
+
+    def __call__(self, *_: Any) -> None:
+        self.store.forward_passes(self.change)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the model has no stored values."""
+        return lambda *_: None
 
 
 @dataclass(eq=False)  # not frozen: PyTorch sets an attribute of a hook
