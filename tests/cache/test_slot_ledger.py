@@ -17,6 +17,7 @@ from blocktrain.cache.slot_ledger import Fingerprints, Ledger, checksums
 from blocktrain.cache.store import FileStore, layout_of
 from blocktrain.chain.discovery import find_chain
 from blocktrain.errors import StorageError
+from blocktrain.modules.placeholder import is_placeholder
 
 KEY = {"rows": "abc", "encoding": "compute"}
 
@@ -132,7 +133,7 @@ def test_a_tied_head_belongs_to_the_fingerprint_of_the_embedding():
 
 @pytest.mark.parametrize("precision", [bt.INT8, bt.NF4], ids=lambda precision: precision.name)
 def test_quantized_weights_have_different_fingerprints(precision: bt.Precision):
-    """Their placeholders hold only NaN, so the quantized tensors must be hashed."""
+    """Their placeholders cannot be read, so the quantized tensors must be hashed."""
     found = set()
     for number in (0.0, 1.0):
         sequential = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -141,7 +142,7 @@ def test_quantized_weights_have_different_fingerprints(precision: bt.Precision):
                 p.fill_(number)
                 p.view(-1)[0] = 2
         bt.BlockOptimizer(bt.partition(sequential, num_blocks=2), torch.optim.SGD, precision=precision)
-        assert sequential.get_parameter("0.weight").isnan().all()
+        assert is_placeholder(sequential.get_parameter("0.weight"))
         found.add(Fingerprints(find_chain(sequential)).at([1])[1])
     assert len(found) == 2
 
