@@ -97,7 +97,14 @@ def test_compare_trains_both_on_the_same_tokens(config_file: Path, tmp_path: Pat
     assert "B-F multiplier" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path: Path, number: int, code: int) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(

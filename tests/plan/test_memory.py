@@ -90,7 +90,12 @@ MEANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("means", MEANS)
+QUICK = ("bf16-exact, checkpointed, chunked loss", "nf4, finer")
+
+
+@pytest.mark.parametrize(
+    "means", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MEANS]
+)
 def test_a_live_case(means: str) -> None:
     """A small Llama in three blocks, on fake tensors, now.
 

@@ -44,12 +44,15 @@ def outside(config: bt.RunConfig, folder: Path) -> list[tuple[int, int]]:
     "overrides",
     [
         (),
-        ("schedule.sweeps=2", "blocks.pieces=modules"),
+        pytest.param(("schedule.sweeps=2", "blocks.pieces=modules"), marks=pytest.mark.slow),
         ("model.grown_layers=copied", "blocks.pieces=modules"),
-        ("optimizer.max_grad_norm=none", "optimizer.in_backward=true"),
+        pytest.param(("optimizer.max_grad_norm=none", "optimizer.in_backward=true"), marks=pytest.mark.slow),
         ("memory.frozen=host", "memory.checkpointing=layers"),
-        ("precision=bf16-exact",),
-        ("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs"),
+        pytest.param(("precision=bf16-exact",), marks=pytest.mark.slow),
+        pytest.param(
+            ("prefix.store=host", "sampling.scope=sweep", "sampling.rate=0.05", "schedule.visit=2 epochs"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "pieces", "copied", "in-backward", "streamed", "bf16", "cached"],
 )
@@ -77,7 +80,11 @@ def test_left_out_or_not_a_run_is_the_same(
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("model.grown_layers=copied",), ("model.grown_layers=copied", "blocks.pieces=modules")],
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("model.grown_layers=copied",), marks=pytest.mark.slow),
+        ("model.grown_layers=copied", "blocks.pieces=modules"),
+    ],
     ids=["drawn", "copied", "pieces"],
 )
 def test_an_interrupted_run_goes_on_with_the_same_layers(

@@ -485,10 +485,10 @@ def train_on_pictures(pictures, tmp_path_factory: pytest.TempPathFactory) -> Run
 @pytest.mark.parametrize(
     ("variants", "store", "fill", "order"),
     [
-        (1, "host", "lazy", "ascending"),
-        (1, "file", "ahead", "descending"),
+        pytest.param(1, "host", "lazy", "ascending", marks=pytest.mark.slow),
+        pytest.param(1, "file", "ahead", "descending", marks=pytest.mark.slow),
         (2, "file", "lazy", "ascending"),
-        (2, "host", "ahead", "descending"),
+        pytest.param(2, "host", "ahead", "descending", marks=pytest.mark.slow),
     ],
 )
 def test_resnet_with_augmentation_frozen_or_in_two_variants(
