@@ -159,7 +159,11 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(value, marks=() if "bf16-exact" in name else pytest.mark.slow) for name, value in RESUMED.items()],
+    ids=RESUMED,
+)
 def test_a_resumed_run_ends_as_a_whole_one(make, settings: dict[str, Any]) -> None:
     """Killed at step 6, resumed from the checkpoint of step 5, in mid-visit: block, step, moments, masters, rate."""
     settings = {"save_strategy": "steps", "save_steps": 5, **settings}

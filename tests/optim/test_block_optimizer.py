@@ -281,7 +281,8 @@ def uninterrupted_runs(gpt2, batch, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("precision", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, pytest.param(torch.optim.Muon, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("stop_at", "span"), [pytest.param(1, "block", marks=pytest.mark.slow), (7, "block"), (3, "suffix")]
+    ("stop_at", "span"),
+    [pytest.param(1, "block", marks=pytest.mark.slow), (7, "block"), pytest.param(3, "suffix", marks=pytest.mark.slow)],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0917
     cls, precision: Precision, stop_at: int, span: Span, make_store, tmp_path, gpt2, batch, uninterrupted_runs
