@@ -75,3 +75,8 @@ def test_what_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path: Path) 
         write_output(tmp_path / "loop", "text")
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_lone_surrogate_is_written_as_an_escape(tmp_path: Path) -> None:
+    write_output(tmp_path / "page.html", "a \ud800 b")
+    assert (tmp_path / "page.html").read_text() == "a \\ud800 b"

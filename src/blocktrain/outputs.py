@@ -19,7 +19,7 @@ def write_output(path: Path, text: str) -> None:
 
     Raises `StorageError` if `path` is a folder, a pipe, a socket or a disk, or cannot be written.
     """
-    data = text.encode("utf-8")
+    data = text.encode("utf-8", errors="backslashreplace")  # a lone surrogate, from a damaged log or a file name
     with storage_errors(path):
         target = Path(os.path.realpath(path))
         if target.is_symlink():

@@ -169,7 +169,7 @@ def load_tokenizer(name: str | None, *, key: str = "tokenizer") -> Tokenizer:
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and not may_be_on_hub(name):
-        raise DataError(f"tokenizer '{name}' is not a folder (seen from {Path.cwd()}), and not a name on the hub")
+        raise DataError(f"tokenizer {name!r} is not a folder (seen from {Path.cwd()}), and not a name on the hub")
     way_out = (
         f'set {key} = "bytes", or to a folder with tokenizer.json (or vocab.json and merges.txt), or to the name of a '
         "model on the Hugging Face hub"
