@@ -35,7 +35,10 @@ def write_output(path: Path, text: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
         try:
-            part.write_bytes(data)
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # a power cut must not leave the name without its content
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)

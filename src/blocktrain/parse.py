@@ -61,7 +61,7 @@ def output_path(text: str) -> Path:
     """
     if not text:
         raise ConfigError("the name of a file or folder to write is empty; give one")
-    if not text.isprintable() and any(unicodedata.category(letter) == "Cc" for letter in text):
+    if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise ConfigError(f"{text!r} cannot name a file or folder: it has control characters; give another name")
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
         raise ConfigError(f"'{text[:40]}...' cannot name a file or folder: it is longer than {LONGEST_NAME} bytes")

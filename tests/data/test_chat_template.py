@@ -105,7 +105,7 @@ def with_tools(template: str) -> str:
 
 @pytest.mark.parametrize("template", [CHATML, DEFAULT], ids=["by growth", "by marks"])
 def test_tools_reach_the_template(tmp_path: Path, template: str):
-    """They were dropped: the template was rendered without them, and nothing said so."""
+    """The template was rendered without the tools, and no warning was given."""
     reads = ChatTemplate(ByteTokenizer(), write(tmp_path, with_tools(template)))
     plain, tools = Conversation(messages=TALK), Conversation(messages=TALK, tools=TOOLS)
     (before, learned_before), (ids, learned) = reads.encode(plain, "row 1"), reads.encode(tools, "row 1")

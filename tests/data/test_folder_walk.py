@@ -70,7 +70,7 @@ def test_a_file_that_is_reached_twice_is_read_once(tmp_path: Path, caplog: pytes
 
 
 def test_a_link_may_say_the_split(tmp_path: Path):
-    """Of several names of a file the one that says a split is the one to read it by, as with a link for each split."""
+    """A file with several names is read by the one that says a split, so a link for each split works."""
     data = touch(tmp_path, "raw/one.txt", "raw/two.txt", "parts/three.txt")
     (data / "train.txt").symlink_to("raw/one.txt")
     (data / "valid.txt").symlink_to("raw/two.txt")

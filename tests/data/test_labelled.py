@@ -84,7 +84,7 @@ def test_the_first_validation_texts_are_of_all_classes(tmp_path: Path) -> None:
 
 
 def test_fields_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a pair of sentences the second one vanished in silence."""
+    """The second sentence of a pair was dropped without a warning."""
     rows = "text,second,label\nfine,too,good\nbad,,bad\n"
     with caplog.at_level(logging.WARNING):
         open_labelled(config(tmp_path, rows))

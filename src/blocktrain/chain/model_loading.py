@@ -184,11 +184,17 @@ def _saved_settings(path: str, given: dict[str, Any]) -> Any:
 
     with library_errors(f"model.path '{path}' cannot be loaded"):
         settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        known = {*settings.to_dict(), *settings.attribute_map}
-        for key in given:
-            if key not in known:
-                raise ConfigError(f"unknown key 'model.config.{key}' for model.path '{path}'; {nearest(key, known)}")
+        _require_known(given, settings, f"model.path '{path}'")
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **given) if given else settings
+
+
+def _require_known(given: dict[str, Any], settings: Any, what: str) -> set[str]:
+    """The names of all settings; raises `ConfigError` for a name in `given` that is none of them."""
+    known = {*settings.to_dict(), *settings.attribute_map}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key 'model.config.{key}' for {what}; {nearest(key, known)}")
+    return known
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
@@ -201,10 +207,7 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
             hint = "use a model_type of transformers ('gpt2', 'llama', 'qwen3') or 'resnet20'"
         raise ConfigError(f"model.architecture '{name}' is unknown; {hint}")
     default = AutoConfig.for_model(name)
-    known = {*default.to_dict(), *default.attribute_map}
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"unknown key 'model.config.{key}' for architecture '{name}'; {nearest(key, known)}")
+    known = _require_known(given, default, f"architecture '{name}'")
     settings = dict(given)
     if vocab_size is not None and "vocab_size" in known:
         settings.setdefault("vocab_size", vocab_size)

@@ -38,8 +38,8 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
     Raises `ConfigError` if weights are missing, damaged, of another shape, or have no place in the model.
     """
     _refuse_quantized(path, settings)
-    try:
-        with library_errors(f"model.path '{path}' cannot be loaded"), _quiet_transformers():
+    with library_errors(f"model.path '{path}' cannot be loaded"), _quiet_transformers():
+        try:
             model, found = cls.from_pretrained(
                 path,
                 config=settings,
@@ -49,12 +49,8 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
                 ignore_mismatched_sizes=True,  # they are reported below, with their names
                 output_loading_info=True,
             )
-    except ConfigError as error:
-        if isinstance(error.__cause__, SafetensorError):
-            raise ConfigError(
-                f"the weights at model.path '{path}' are damaged, or not all there: {error.__cause__}"
-            ) from error
-        raise
+        except SafetensorError as error:
+            raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
     of_head = _head_parameters(model) if has_new_head else set()
     drawn = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     _require_shapes([entry for entry in found["mismatched_keys"] if entry[0] not in of_head], path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -59,6 +60,12 @@ class TrainerState:
     techniques: dict[str, Any] = field(default_factory=dict)  # the state of each that has one, by name
     micro_rows: int | None = None  # what `batch.micro_rows = "auto"` came to
     header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
+
+    @property
+    def has_finite_loss(self) -> bool:
+        """Whether the last validation loss, if there was one, is a number."""
+        loss = self.score.get("loss", 0.0)
+        return loss is not None and math.isfinite(float(loss))
 
 
 FORMAT = 2
@@ -110,7 +117,7 @@ class CheckpointSource(Protocol):
 
     @property
     def changed_at(self) -> list[int]:
-        """The step that last moved each block."""
+        """The step that last updated each block."""
         ...
 
     def progress(self) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch import nn
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import evaluating
-from blocktrain.chain.model_loading import load_model
+from blocktrain.chain.model_loading import ModelConfig, load_model
 from blocktrain.chain.partition import partition_by_config
 from blocktrain.contrib.identity_layers import IdentityLayers
 from blocktrain.contrib.learning_tail import Tail
 from blocktrain.data.chat import ChatRows
+from blocktrain.data.facts import DataFacts
 from blocktrain.data.kinds import TrainingData
 from blocktrain.data.sampling import RowPlan, ShuffledRows
 from blocktrain.data.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ class TrainingContext:
     growth: IdentityLayers | None  # where layers begin as the identity
     optimizer: BlockOptimizer
     data: TrainingData
+    facts: DataFacts  # of the data, for checkpoints
     rows: RowPlan
     schedule: Schedule
     rule: VisitRule
@@ -127,13 +129,8 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
     data = config.data_kind.open(config.data, seed=config.seed)
     seed_everything(config.seed)
-    model = load_model(
-        config.model,
-        vocab_size=None if data.tokenizer is None else data.tokenizer.vocab_size,
-        row_tokens=data.row_tokens,
-        classes=data.classes,
-        pad_token=data.pad_token,
-    ).to(device)
+    facts = DataFacts.of(data, config.data)
+    model = load_model_for(config.model, facts).to(device)
     require_separate_conversations(model, data)
     batch = data.train.batch([0])
     parts = partition_by_config(model, config.blocks, batch=batch)
@@ -159,6 +156,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         growth=growth,
         optimizer=optimizer_of(config, parts, folder, ranks),
         data=data,
+        facts=facts,
         rows=plan,
         schedule=schedule,
         rule=config.schedule.plateau or FullLength(),
@@ -172,6 +170,17 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     # A shape that needs the run's length says so now, not after the first visit.
     config.learning_rate.factor(0, total=context.total_steps, visit_step=0)
     return context
+
+
+def load_model_for(config: ModelConfig, facts: DataFacts) -> nn.Module:
+    """The model that `config` names, for data of which these are the facts. See `load_model`."""
+    return load_model(
+        config,
+        vocab_size=facts.vocab_size,
+        row_tokens=facts.row_tokens,
+        classes=facts.classes,
+        pad_token=facts.pad_token,
+    )
 
 
 def is_pipeline(config: RunConfig, ranks: Ranks) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,12 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from blocktrain.chain.model_loading import ModelConfig, load_model
+from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
 from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError, storage_errors
 from blocktrain.train.checkpoint import TrainerState, checkpoints, load_exact_weights, read_header
+from blocktrain.train.context import load_model_for
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import to_mapping
 
@@ -64,13 +64,7 @@ def export(
             "train again with this version"
         )
     facts = DataFacts.from_mapping(header.facts)
-    model = load_model(
-        config.model,
-        vocab_size=facts.vocab_size,
-        row_tokens=facts.row_tokens,
-        classes=facts.classes,
-        pad_token=facts.pad_token,
-    )
+    model = load_model_for(config.model, facts)
     tokenizer = facts.load_tokenizer()
     load_exact_weights(found[-1], model)
     if not accepts_nonfinite:
@@ -102,8 +96,8 @@ _DIVERGED = (
 
 
 def _require_finite_loss(checkpoint: Path, progress: TrainerState) -> None:
-    loss = float(progress.score.get("loss", 0.0))
-    if not math.isfinite(loss):
+    if not progress.has_finite_loss:
+        loss = progress.score["loss"]
         raise NonFiniteError(
             f"the last validation loss of '{checkpoint}' is {loss} (step {progress.evaluated}); {_DIVERGED}"
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import CheckpointError, ConfigError, storage_errors
+from blocktrain.outputs import write_output
 from blocktrain.parse import parse_json
 from blocktrain.train.config import RunConfig
 
@@ -131,11 +132,4 @@ class RunFolder:
             os.close(handle)
 
     def _write(self, contents: dict[str, Any]) -> None:
-        path = self.path / "run.json"
-        with storage_errors(path):
-            temporary = path.with_suffix(".partial")
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(contents, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+        write_output(self.path / "run.json", json.dumps(contents, indent=1))

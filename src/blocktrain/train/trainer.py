@@ -19,13 +19,11 @@ and never come back: a run resumes from its checkpoint alone.
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError, Interrupted, NonFiniteError
 from blocktrain.records.log import EventLog, NoLog
 from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
@@ -179,9 +177,8 @@ class Trainer:
     def _require_finite_result(self) -> None:
         """Raise `NonFiniteError` for a run that has ended without a usable model; its log is complete."""
         progress, folder = self.progress, self.folder.path
-        loss = progress.score["loss"]
-        if loss is None or not math.isfinite(loss):
-            what = f"its validation loss is {loss}"
+        if not progress.has_finite_loss:
+            what = f"its validation loss is {progress.score['loss']}"
         elif 2 * progress.skipped > progress.step:
             what = f"{progress.skipped} of its {progress.step} steps were skipped because they were not finite"
         else:
@@ -287,7 +284,7 @@ class Trainer:
             log_bytes=self._log.length(),
             data=data.fingerprint,
             config=config.to_mapping(),
-            facts=asdict(DataFacts.of(data, config.data)),
+            facts=asdict(self.context.facts),
         )
         keep = self.context.config.checkpoint.keep
         write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
