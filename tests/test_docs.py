@@ -1,20 +1,18 @@
 """What the pages say is true: their Python runs, their configurations load, their commands exist, their links lead to
-files, and the figures of README are those of the result files."""
+files."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -206,191 +204,6 @@ def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
-
-
-# The README's table: claim -> what stands behind each figure of its row, in the order they are written, as (result
-# file, how the figure is read out of it). A file that is a README has a table that a test of its own compares with the
-# result file.
-Evidence = list[tuple[str, Callable[[Any], float]]]
-
-
-def llama(**keys: Any) -> Callable[[Any], dict[str, Any]]:
-    """Reads the one row of benchmarks/memory for Llama-2-7B that has these values."""
-    wanted = {"model": "llama-2-7b", "optimizer": "AdamW", "moments": "fp32", **keys}
-
-    def row(result: Any) -> dict[str, Any]:
-        (found,) = [
-            row
-            for row in result["rows"]
-            if all(row[key] == value for key, value in wanted.items()) and row["memory"]["frozen"] == "device"
-        ]
-        return found
-
-    return row
-
-
-def mean(method: str, key: str) -> Callable[[Any], float]:
-    """The mean over an ablation's seeds."""
-    return lambda result: fmean(row[key] for row in result["rows"] if row["method"] == method)
-
-
-def worst(method: str, part: str) -> Callable[[Any], float]:
-    """Bytes of the worst visit over full training's."""
-    return lambda result: next(
-        max(row[f"{part}_bytes"]) / row[f"{part}_bytes_full"] for row in result["rows"] if row["method"] == method
-    )
-
-
-def case(name: str, key: str) -> Callable[[Any], float]:
-    """The mean of an experiment's runs."""
-
-    def value(result: Any) -> float:
-        (found,) = [entry for full_name, entry in result.items() if full_name.startswith(f"{name} [")]
-        return fmean(run[key] for run in found["figures"]["runs"])
-
-    return value
-
-
-def over_full(name: str, key: str) -> Callable[[Any], float]:
-    return lambda result: case(name, key)(result) / case("full", key)(result)
-
-
-def cell(row: str, column: str) -> Callable[[str], float]:
-    """The first number of a cell of the first table of a README that has such a row."""
-
-    def value(text: str) -> float:
-        table = [line.strip() for line in text.splitlines() if line.startswith("|")]
-        lines = [[part.strip() for part in line[1:-1].split("|")] for line in table]
-        at = next(number for number, line in enumerate(lines) if line[0] == row)
-        head = next(line for line in reversed(lines[:at]) if column in line)
-        return float(re.findall(r"[\d.]+", lines[at][head.index(column)])[0])
-
-    return value
-
-
-def percent(read: Callable[[Any], float]) -> Callable[[Any], float]:
-    return lambda result: 100 * read(result)
-
-
-GROWN = "three blocks of modules, grown by copies: 0.6 of 1,500 steps in the first visit"
-FIVE_EPOCHS = "8,334 images, 640 full steps of 64 (5 epochs)"
-MEMORY, LOSS = "benchmarks/memory/result.json", "benchmarks/memory/loss.json"
-STEP, PREFIX = "benchmarks/step/result.json", "benchmarks/prefix/result.json"
-LARGE, WIDE = "experiments/ablations/large.json", "experiments/ablations/wide.json"
-TUNING, TUNING_TABLE = "experiments/finetuning/result.json", "experiments/finetuning/README.md"
-RESNET, RESNET_TABLE = "experiments/resnet20/result.json", "experiments/resnet20/README.md"
-PEERS = "experiments/peers/result.json"
-FINE, EVERY = {"blocks": 132, "precision": "bf16-exact", "options": {"fused": True}}, "blocks, every weight"
-
-
-def resnet(name: str, key: str) -> Callable[[Any], float]:
-    return lambda result: fmean(
-        run[key]
-        for full_name, entry in result.items()
-        if full_name.startswith(f"{name} [{FIVE_EPOCHS}")
-        for run in entry["figures"]["runs"]
-    )
-
-
-def of_peers() -> Evidence:
-    """Loss and peak of each method in the order of the README's row, from the seeds' mean and the tracked bytes."""
-    found: Evidence = []
-    for name in ("apollo", "galore", "full", "lisa", "bcd"):
-        found.append((PEERS, case(name, "validation_loss")))
-        found.append((PEERS, lambda result, name=name: case(name, "peak_bytes")(result) / 2**20))
-    return found
-
-
-EVIDENCE: dict[str, Evidence] = {
-    "Training all of a 7B model fits a card of 24 GB": [
-        (MEMORY, lambda result: llama(**FINE)(result)["peak_gib"]),
-        (MEMORY, lambda result: llama(blocks=1)(result)["peak_gib"]),
-        (MEMORY, lambda result: llama(precision="int8")(result)["peak_gib"]),
-        (MEMORY, lambda result: llama(precision="nf4")(result)["peak_gib"]),
-        (MEMORY, lambda result: llama(**FINE)(result)["host_gib"]),
-        (MEMORY, lambda result: llama(precision="nf4")(result)["host_gib"]),
-    ],
-    "Packed frozen weights cost little loss": [
-        (LOSS, lambda result: result["results"]["int8"]["loss"]),
-        (LOSS, lambda result: result["results"]["nf4"]["loss"]),
-        (LOSS, lambda result: result["results"]["fp32"]["loss"]),
-    ],
-    "A step is cheaper": [
-        (STEP, lambda result: result["average"]["time_ratio"]["median"]),
-        (STEP, lambda result: result["average"]["flops_ratio"]),
-    ],
-    "Stored prefixes make it cheaper still": [
-        (PREFIX, lambda result: result["wall_clock"]["cached_step_over_full"]["median"]),
-        (PREFIX, lambda result: result["flops"][0]["reuse_large"]["counted"]),
-    ],
-    "From scratch, plain blocks lose": [
-        (LARGE, lambda result: mean("blocks, M=3", "tokens")(result) / mean("full", "tokens")(result)),
-        (LARGE, mean("blocks, M=3", "loss")),
-        (LARGE, mean("full", "loss")),
-        (LARGE, mean("blocks, M=3", "loss")),
-        (LARGE, mean("full", "tokens_of_plain")),
-        (LARGE, worst("blocks, M=3", "kept")),
-        (LARGE, worst("blocks, M=3", "peak")),
-    ],
-    "A model that grows by blocks is faster in a short run": [
-        (WIDE, mean("full", "loss")),
-        (WIDE, mean(GROWN, "multiplier")),
-        (WIDE, mean(GROWN, "time")),
-        (WIDE, worst(GROWN, "kept")),
-        (WIDE, worst(GROWN, "peak")),
-        (WIDE, mean("a model of two layers", "loss")),
-        (WIDE, mean(GROWN, "loss")),
-    ],
-    "Fine-tuning every weight is faster in a short run": [
-        (TUNING_TABLE, cell(EVERY, "B-F")),
-        (TUNING_TABLE, cell(EVERY, "time to full's last loss")),
-        (TUNING, over_full(EVERY, "memory_bytes")),
-        (TUNING, over_full(EVERY, "peak_bytes")),
-        (TUNING, case(EVERY, "validation_loss")),
-        (TUNING, percent(case(EVERY, "accuracy"))),
-        (TUNING, case("full", "validation_loss")),
-        (TUNING, percent(case("full", "accuracy"))),
-    ],
-    "ResNet-20 loses in the same time": [
-        (RESNET, percent(resnet("blocks", "accuracy"))),
-        (RESNET, resnet("blocks", "validation_loss")),
-        (RESNET_TABLE, cell("ours, blocks", "time, of full's")),
-        (RESNET, lambda result: resnet("blocks", "memory_bytes")(result) / resnet("full", "memory_bytes")(result)),
-        (RESNET, percent(resnet("full", "accuracy"))),
-        (RESNET, resnet("full", "validation_loss")),
-    ],
-    "Other methods reach a lower loss in a short run": of_peers(),
-    "Less travels between processes": [
-        ("benchmarks/distributed/wire.json", lambda result: result["rows"][0]["share_of_full"]),
-        ("benchmarks/distributed/slow.json", lambda result: result["megabits_per_second"] / 1000),
-        ("benchmarks/distributed/slow.json", lambda result: result["rows"][1]["over_full_data_parallel"]),
-    ],
-}
-
-
-def claims() -> dict[str, tuple[str, str]]:
-    """The README's table of what is measured: claim -> its figures and the links to script and result."""
-    table = (ROOT / "README.md").read_text().partition("| claim |")[2].partition("\n\n")[0]
-    rows = [[part.strip() for part in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
-    return {claim: (figure, links) for claim, figure, _, links in rows}
-
-
-def test_every_claim_of_the_readme_has_evidence() -> None:
-    assert list(claims()) == list(EVIDENCE)
-
-
-@pytest.mark.parametrize("claim", EVIDENCE)
-def test_the_figures_of_the_readme_are_those_of_the_result_files(claim: str) -> None:
-    """Each number of a row, as far as it is written out; the row links to the file that it is from."""
-    figure, links = claims()[claim]
-    numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)", figure)
-    assert len(numbers) == len(EVIDENCE[claim]), numbers
-    for text, (file, read) in zip(numbers, EVIDENCE[claim], strict=True):
-        content = (ROOT / file).read_text()
-        value = read(json.loads(content) if file.endswith(".json") else content)
-        digits = len(text.partition(".")[2])
-        assert abs(value - float(text)) <= 0.5 * 10**-digits + 1e-9, f"{claim}: {text}, and {file} has {value}"
-        assert f"({file})" in links or str(Path(file).parent) in links, f"{claim} does not link to {file}"
 
 
 def test_the_picture_of_the_readme_is_drawn_from_the_result_file() -> None:
