@@ -125,6 +125,25 @@ def test_the_model_is_left_as_it_is():
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+def test_a_forward_that_another_library_has_replaced_inside_does_not_matter():
+    """TRL replaces that of the model inside of a PEFT model. The replacement of the copy ran the original, whose layers
+    nobody observed: "calls the 4 layers in the order []"."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("gpt2", tied=False)
+            self.config = self.inner.config
+            original = self.inner.forward
+            self.inner.forward = lambda fused=False, **inputs: original(**inputs)
+
+        def forward(self, **inputs):
+            return self.inner(**inputs)
+
+    plain = [layer.name for layer in find_chain(build("gpt2", tied=False)).layers]
+    assert [layer.name.removeprefix("inner.") for layer in find_chain(Outer()).layers] == plain
+
+
 def test_a_seven_billion_model_needs_no_memory():
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig())

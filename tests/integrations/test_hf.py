@@ -115,6 +115,26 @@ def test_one_block_is_the_trainer(make, model, rows, tmp_path: Path) -> None:
     assert_same(weights(ours), weights(theirs))
 
 
+def test_weight_decay_acts_where_the_trainer_says(make, model, rows, caplog) -> None:
+    """On what acts is said at the start; a trainer's own choice was ignored."""
+    caplog.set_level("INFO", "blocktrain")
+    trainer = make(Blocks(count=1), weight_decay=0.1)
+    trainer.train()
+    assert "weight_decay = 0.1 acts on 18 of 52 trained tensors" in caplog.text
+
+    class DecayAll(BlockTrainer):
+        def get_decay_parameter_names(self, model):
+            return [name for name, _ in model.named_parameters()]
+
+    ours = DecayAll(model(), trainer.args, train_dataset=rows(), blocks=Blocks(count=1))
+    ours.train()
+    net = model()
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    Trainer(net, trainer.args, train_dataset=rows(), optimizers=(adamw, None)).train()  # pyright: ignore[reportArgumentType]
+    assert_same(weights(ours), {name: value.clone() for name, value in net.state_dict().items()})
+    assert not torch.equal(weights(ours)["transformer.ln_f.weight"], weights(trainer)["transformer.ln_f.weight"])
+
+
 def test_it_is_the_plain_loop(make, model) -> None:
     """The same rows in a loop of one's own."""
     trainer = make(max_steps=8, train_sampling_strategy="sequential", max_grad_norm=0.5)
@@ -479,7 +499,11 @@ def test_what_cannot_work_is_refused(make, model) -> None:
         trainer.create_optimizer()
     trainer = make()
     trainer.args._n_gpu = 2
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=r"2 GPUs in one process .*CUDA_VISIBLE_DEVICES"):
+        trainer.create_optimizer()
+    trainer = make()
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ConfigError, match="DeepSpeed divides weights among processes and does not"):
         trainer.create_optimizer()
     trainer = make()
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": [], "lr": 0.1})

@@ -37,6 +37,20 @@ def test_the_last_wrapper_is_the_outermost_and_removing_all_restores_the_module(
     assert "forward" not in module.__dict__
 
 
+def test_a_forward_that_another_library_has_set_is_wrapped_and_comes_back() -> None:
+    """TRL's GRPO computes the output projection in fp32 by one. It was thrown away, without a word, and for good."""
+    module, recorder, x = nn.Linear(3, 3), Recorder("a"), torch.ones(1, 3)
+    theirs = module.forward = lambda input: 2 * nn.functional.linear(input, module.weight, module.bias)
+    expected = module(x)
+    remove = wrap_forward(module, recorder)
+    assert torch.equal(module(x), expected)
+    assert recorder.seen == ["a"]
+    twin = copy.deepcopy(module)
+    assert torch.equal(2 * twin(x), expected)  # the class's forward: theirs would read the original's weights
+    remove()
+    assert module.forward is theirs
+
+
 def test_a_wrapper_inside_a_checkpoint_runs_again_when_activations_are_recomputed() -> None:
     module, inner = nn.Linear(3, 3), Recorder("fetch")
     wrap_forward(module, inner)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import PartitionError
 from blocktrain.memory.fake import fake_copy
+from blocktrain.modules.wrap import wrappers_of
 
 PROBE_TOKENS = 8
 
@@ -153,7 +154,9 @@ def _observe(model: nn.Module, path: str, outside: list[str]) -> _Probe:
     """
     fake = fake_copy(model)
     replica, probe = fake.model.eval(), _Probe()
-    replica.__dict__.pop("forward", None)  # a replacement by TRL or accelerate would run the model itself, not the copy
+    for module in replica.modules():
+        if not wrappers_of(module):  # a replacement by TRL or accelerate would run the model itself, not the copy
+            module.__dict__.pop("forward", None)
     for parameter in replica.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     layers = cast(nn.ModuleList, replica.get_submodule(path))

@@ -5,15 +5,18 @@
     class BlockSFTTrainer(BlockTrainerMixin, SFTTrainer): ...
 
 Everything that `TrainingArguments` says still applies. The trainer sees one optimizer (`VisitingOptimizer`), which it
-steps, schedules, saves and loads like any other. Only three things are overridden: where that optimizer is made, where
-the length of the run becomes known, and what happens when the trainer replaces the model's weights.
+steps, schedules, saves and loads like any other. Overridden are where that optimizer is made, where the length of the
+run becomes known, what happens when the trainer replaces the model's weights, and, with several processes, how
+gradients are all-reduced: DistributedDataParallel would keep reducing those of the first block.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,7 @@ from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
 from blocktrain.optim.state_store import Drop, StateStore
+from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.schedule import Cyclic, Order, Span
 from blocktrain.units import BatchGeometry, Duration
 
@@ -143,14 +147,19 @@ class BlockTrainerMixin:
     trainer then takes one more argument, `blocks`.
 
     The optimizer class, its arguments, the weight decay and the learning rate schedule are those of
-    `TrainingArguments`. Raises `ConfigError` for what does not work in blocks: fp16's loss scaling, several processes
-    or GPUs, an optimizer that chooses its own parameters.
+    `TrainingArguments`. Weight decay acts where `get_decay_parameter_names` of the trainer says, not on norms and
+    biases: a single block is the trainer bit for bit, and is not `AdamW(model.parameters())`. Several processes
+    (`torchrun`, `accelerate launch`) each have the whole model and all-reduce the gradients of the active block only.
+    Raises `ConfigError` for what does not work in blocks: the loss scaling of fp16, several GPUs in one process, FSDP,
+    DeepSpeed, an optimizer that chooses its own parameters.
     """
 
     args: TrainingArguments
     model: Any
     state: Any
     accelerator: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
     optimizer: Any
     optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
 
@@ -183,14 +192,18 @@ class BlockTrainerMixin:
                 self._found.restore()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As in the trainer. Raises `NonFiniteError` for a loss that is infinite or not a number, before the step."""
-        loss = super().training_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if not bool(torch.isfinite(loss).all()):
-            block = None if self.visiting is None else self.visiting.visit.block
-            raise NonFiniteError(
-                f"the loss is {loss.float().mean().item()} in step {self.state.global_step + 1} (counted from 1), a "
-                f"visit to {block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
-            )
+        """As in the trainer. Raises `NonFiniteError` for a loss that is infinite or not a number, before the step; with
+        several processes on each of them."""
+        assert self.visiting is not None
+        with self.visiting.gradient_sync() if self.accelerator.sync_gradients else nullcontext():
+            loss = super().training_step(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        for rank, (value,) in enumerate(self.visiting.ranks.all_gather([loss.float().mean().item()])):
+            if not math.isfinite(value):
+                where = f" on rank {rank}" if self.visiting.ranks.size > 1 else ""
+                raise NonFiniteError(
+                    f"the loss is {value}{where} in step {self.state.global_step + 1} (counted from 1), a visit to "
+                    f"{self.visiting.visit.block}: lower learning_rate, set max_grad_norm, or look at this step's rows"
+                )
         return loss
 
     def _require_unchanged_flags(self) -> None:
@@ -223,6 +236,7 @@ class BlockTrainerMixin:
             )
         # The trainer would clip the gradients of `model.parameters()`; under BF16_EXACT the masters have them.
         self.accelerator.clip_grad_norm_ = self._clip
+        self.accelerator.prepare_model = self._prepare_model
         return self.optimizer
 
     def _make_optimizer(self) -> VisitingOptimizer:
@@ -236,15 +250,31 @@ class BlockTrainerMixin:
         if "weight_decay" in inspect.signature(cls).parameters:
             options = {"weight_decay": self.args.weight_decay, **options}
         settings = self.blocks
+        ranks = Ranks()
+        if self.args.parallel_mode == ParallelMode.DISTRIBUTED:
+            with open_ranks(timeout_seconds=self.args.ddp_timeout) as ranks:  # those of the trainer's process group
+                ranks.broadcast(tensor.data for tensor in (*self.model.parameters(), *self.model.buffers()))
         partition = partition_by_config(self.model, settings)
         if self._found is None:  # called by the user before training begins, or the trainer made the model itself
             self._found = Flags.of(self.model)
-        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in partition.whole.parameters.values())
+        names = set(self.get_decay_parameter_names(self.model))  # pyright: ignore[reportAttributeAccessIssue]
+        decayed = {id(parameter) for name, parameter in self.model.named_parameters() if name in names}
+        trained = partition.whole.parameters.values()
+        if options.get("weight_decay"):
+            log.info(
+                "weight_decay = %g acts on %d of %d trained tensors: as in the trainer, get_decay_parameter_names "
+                "leaves out norms and biases unless you override it",
+                options["weight_decay"],
+                sum(id(parameter) in decayed for parameter in trained),
+                len(trained),
+            )
+        is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in trained)
         blocks = BlockOptimizer(
             partition,
             cls,
             state=settings.state,
             precision=settings.precision or (BF16_EXACT if is_bf16 else FP32),
+            undecayed=lambda module, attribute: id(getattr(module, attribute)) not in decayed,
             frozen_dropout=settings.frozen_dropout,
             **options,
         )
@@ -252,7 +282,7 @@ class BlockTrainerMixin:
             self.set_initial_training_values(self.args, self.get_train_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
         assert self._run_length is not None
         schedule = settings.schedule(blocks.partition, self._run_length, seed=self.args.seed)
-        visiting = VisitingOptimizer(blocks, schedule)
+        visiting = VisitingOptimizer(blocks, schedule, ranks=ranks)
         missed = unvisited(schedule, blocks.partition, self._run_length.steps)
         if missed:
             log.warning(
@@ -281,10 +311,17 @@ class BlockTrainerMixin:
                 "load_best_model_at_end = True copies weights into a model whose frozen weights are quantized: leave "
                 "it out and load the best checkpoint's folder with from_pretrained, or use Blocks(precision=BF16_EXACT)"
             )
-        if self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
+        if self.args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
             raise ConfigError(
-                f"{self.args.parallel_mode.value}: several processes or GPUs would keep all-reducing the gradients "
-                "of the first block only; run one process and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+                f"{self.args.n_gpu} GPUs in one process would run copies of the model that blocktrain does not know: "
+                "start one process for each GPU with torchrun or accelerate launch, or show this one a single GPU "
+                "(CUDA_VISIBLE_DEVICES=0)"
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ConfigError(
+                f"{name} divides weights among processes and does not follow from block to block: leave it out (each "
+                "process then has the whole model), or use blocktrain train with distributed.layout = 'fsdp'"
             )
 
     @property
@@ -295,6 +332,12 @@ class BlockTrainerMixin:
     def _clip(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         assert self.visiting is not None
         return self.visiting.clip_grad_norm(max_norm)
+
+    def _prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Accelerate's, which does not wrap a model for evaluation in DistributedDataParallel. Ours is on its device
+        already, and weights that are stored elsewhere cannot be moved."""
+        ours = {"device_placement": False, "evaluation_mode": True} if model is self.model else {}
+        return type(self.accelerator).prepare_model(self.accelerator, model, **{**options, **ours})
 
     def _load_best_model(self) -> None:
         """As in the trainer; then masters restart from the weights that it loaded."""

@@ -8,14 +8,15 @@ visit by itself.
 
 The loop owns the number of steps, gradient accumulation, evaluation and the learning rate: a PyTorch scheduler sets
 the rate of the one parameter group here, and each step scales the block's own rates accordingly. Visits are counted in
-calls of `step`, that is in optimizer steps, however many micro-batches the loop accumulates.
+calls of `step`, that is in optimizer steps, however many micro-batches the loop accumulates. With several processes,
+each on its own rows, only the gradients of the active block are all-reduced (`gradient_sync`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from torch import Tensor
 from blocktrain.chain.freezing import set_train_modes
 from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.optim.block_optimizer import BlockOptimizer
+from blocktrain.parallel.config import DistributedConfig
+from blocktrain.parallel.data_parallel import GradientAllReduce
+from blocktrain.parallel.ranks import Ranks
+from blocktrain.parallel.replicas import assert_replicas_equal, average_over_ranks, batch_norm_statistics
 from blocktrain.schedule import Cyclic, Visit
 from blocktrain.units import BatchGeometry
 
@@ -37,13 +42,15 @@ class VisitingOptimizer(torch.optim.Optimizer):
     """Visits the blocks of `blocks`, a block optimizer, in the order of `schedule`; only the loop around it ends.
 
     schedule: its visits are given in steps, and it has no `sweeps`.
+    ranks: the processes that train together. They start with equal weights and take the same steps, each after backward
+        passes over its own rows, of which the last one of a step runs inside of `gradient_sync`.
 
     There is one parameter group. Its `params` are what is trained now (with `BF16_EXACT` the masters), and its `lr` is
     the optimizer class's rate, for schedulers to set. `state` is empty, because the block optimizer holds the moments.
     Raises `ConfigError` for a schedule that it cannot follow.
     """
 
-    def __init__(self, blocks: BlockOptimizer, schedule: Cyclic):
+    def __init__(self, blocks: BlockOptimizer, schedule: Cyclic, *, ranks: Ranks | None = None):
         unknown = next((length for length in (*schedule.first_visits, schedule.visit) if length.unit != "steps"), None)
         if unknown is not None:
             raise ConfigError(
@@ -59,17 +66,16 @@ class VisitingOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"sweeps = {schedule.sweeps}: the loop around this optimizer ends the run; leave it out")
         self.blocks = blocks
         self.schedule = schedule
-        self.visit: Visit = self._visit_of(0)
-        self.visit_step = 0
+        self.ranks = ranks if ranks is not None else Ranks()
         self._visit_stack = ExitStack()  # leaves the current visit
-        self._visit_stack.enter_context(blocks.visit(self.visit.block))
+        self._enter_visit(0)
         super().__init__(self._trained_parameters(), {"lr": blocks.param_groups[0]["lr"]})
 
     # -- the loop's side ------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes one step on the active block and frees its gradients (`model.zero_grad()` would miss those of masters).
-        Where the visit is over, it then activates the next block."""
+        Where the visit is over, it then activates the next block; raises `PeerError` if ranks have other weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,8 +85,19 @@ class VisitingOptimizer(torch.optim.Optimizer):
         self.blocks.zero_grad()
         self.visit_step += 1
         if self.visit_step >= self.visit.duration.in_steps(_STEPS_ALONE):
+            assert_replicas_equal(self.ranks, self.visit.block, self.blocks.active_block.trained)
             self._begin_visit(self.visit.index + 1)
         return loss
+
+    @contextmanager
+    def gradient_sync(self) -> Iterator[None]:
+        """Wraps the last backward pass of a step. Gradients are all-reduced as it completes them; at the end they are
+        means over the ranks, as DistributedDataParallel's are. Collective; one process alone does nothing here."""
+        with self._all_reduce.running():
+            yield
+        for gradient in self.blocks.gradients() if self.ranks.size > 1 else ():
+            gradient.div_(self.ranks.size)
+        average_over_ranks(self.ranks, batch_norm_statistics(self.visit.block))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees the gradients of the active block and of its masters."""
@@ -89,7 +106,9 @@ class VisitingOptimizer(torch.optim.Optimizer):
     def train(self) -> None:
         """Puts frozen layers back into eval mode: call it after `model.train()`. The Hugging Face Trainer does so by
         itself, as for schedule-free optimizers."""
-        set_train_modes(self.blocks.partition, self.visit.block, frozen_dropout=self.blocks.frozen_dropout)
+        partition = self.blocks.partition
+        set_train_modes(partition, self.visit.block, frozen_dropout=self.blocks.frozen_dropout)
+        partition.model.training = True  # TRL asks the model whether it is being trained, and else treats rows as eval
 
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """See `BlockOptimizer.clip_grad_norm`."""
@@ -170,9 +189,15 @@ class VisitingOptimizer(torch.optim.Optimizer):
     def _begin_visit(self, index: int, *, step: int = 0) -> None:
         """Leaves the current visit and enters the `index`-th one, of which `step` steps have been taken."""
         self._visit_stack.close()
+        self._enter_visit(index, step=step)
+        self.param_groups[0]["params"] = self._trained_parameters()
+        self.train()
+
+    def _enter_visit(self, index: int, *, step: int = 0) -> None:
         self.visit, self.visit_step = self._visit_of(index), step
         self._visit_stack.enter_context(self.blocks.visit(self.visit.block))
-        self.param_groups[0]["params"] = self._trained_parameters()
+        self._all_reduce = GradientAllReduce(self.ranks, self.blocks.active_block, DistributedConfig())
+        self._visit_stack.callback(self._all_reduce.close)
 
     def _schedule_in_words(self) -> str:
         """What decides the visits, in words: for checkpoints and for messages."""

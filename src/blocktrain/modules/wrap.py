@@ -9,6 +9,7 @@ code stays untouched, and a copy of the model (see `memory/fake.py`) has the sam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +25,13 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
     """Make `module` return `wrapper(run, *args, **kwargs)`, where `run` is its forward pass so far.
 
     Returns a function that removes the wrapper. `copy.deepcopy` of a module copies its wrappers: a wrapper must keep
-    what it needs in attributes, not in a closure.
+    what it needs in attributes, not in a closure. A `forward` that another library has set on the module itself (TRL
+    computes an output projection in fp32 by one) is wrapped too; a copy has that of the class instead, because the
+    other may refer to the original module.
     """
     forward = module.__dict__.get("forward")
     if not isinstance(forward, _WrappedForward):
-        forward = _WrappedForward(module)
+        forward = _WrappedForward(module, forward)
         module.__dict__["forward"] = forward
     forward.wrappers.append(wrapper)
 
@@ -36,6 +39,8 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
         forward.wrappers.remove(wrapper)
         if not forward.wrappers and module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
+            if forward.replaced is not None:
+                module.__dict__["forward"] = forward.replaced
 
     return remove
 
@@ -71,12 +76,18 @@ def substituted_parameters(module: nn.Module, tensors: Mapping[str, Tensor | Non
 class _WrappedForward:
     """The `forward` attribute of a module that has wrappers."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, replaced: Callable[..., Any] | None):
         self.module = module
+        self.replaced = replaced  # the module's own attribute before
         self.wrappers: list[Wrapper] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WrappedForward:
+        twin = _WrappedForward(copy.deepcopy(self.module, memo), None)
+        twin.wrappers = copy.deepcopy(self.wrappers, memo)
+        return twin
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(type(self.module).forward, self.module)
+        run = self.replaced or partial(type(self.module).forward, self.module)
         for wrapper in self.wrappers:
             run = partial(wrapper, run)
         return run(*args, **kwargs)

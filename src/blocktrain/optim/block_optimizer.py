@@ -43,7 +43,8 @@ class BlockOptimizer:
         (masters are rebuilt at each visit), `INT8`, `NF4` (frozen weights are quantized, exact masters on the host).
     frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Reading weights that are quantized or on the
         host raises `StoredWeightError` outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
-    undecayed: (module, attribute name) -> True for parameters without weight decay.
+    undecayed: (module, attribute name) -> True for parameters without weight decay; by default norms and biases, unlike
+        `AdamW(model.parameters())`, which decays them too (so does `optim.factory.nothing`).
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
     tail: updates other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ class Ranks:
     local_size: int = 1  # on this machine
     timeout_seconds: float = 600.0
     all_reduced_bytes: int = 0  # passed to `all_reduce` so far
+    cpu_group: dist.ProcessGroup | None = None  # for tensors on the CPU, where the default group sends none (only NCCL)
 
     @property
     def is_rank0(self) -> bool:
@@ -50,7 +51,7 @@ class Ranks:
             return lambda: None
         self.all_reduced_bytes += tensor.nbytes
         with self.peer_errors():
-            work = dist.all_reduce(tensor, async_op=True)
+            work = dist.all_reduce(tensor, async_op=True, group=self._group_of(tensor))
         assert work is not None, "an asynchronous call returns a handle"
 
         def wait() -> None:
@@ -66,7 +67,7 @@ class Ranks:
         local = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(local) for _ in range(self.size)]
         with self.peer_errors():
-            dist.all_gather(gathered, local)
+            dist.all_gather(gathered, local, group=self.cpu_group)
         return [tensor.tolist() for tensor in gathered]
 
     def rank0_broadcast(self, action: Callable[[], T]) -> T:
@@ -92,13 +93,13 @@ class Ranks:
         lengths = [int(length) for (length,) in self.all_gather([len(data)])]
         if not self.is_rank0:
             with self.peer_errors():
-                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0)
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self.cpu_group)
             return []
         gathered = [data]
         for rank, length in enumerate(lengths[1:], start=1):
             received = torch.empty(length, dtype=torch.uint8)
             with self.peer_errors():
-                dist.recv(received, src=rank)
+                dist.recv(received, src=rank, group=self.cpu_group)
             gathered.append(received.numpy().tobytes())
         return gathered
 
@@ -110,12 +111,22 @@ class Ranks:
         """Rank 0's `message` on every rank."""
         data = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        with self.peer_errors():
-            dist.broadcast(length, src=0)
-            if not self.is_rank0:
-                data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, src=0)
+        self.broadcast([length])
+        if not self.is_rank0:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast([data])
         return json.loads(bytes(data.tolist()))
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Replace `tensors` by those of rank 0, in place."""
+        if self.size == 1:
+            return
+        with self.peer_errors():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0, group=self._group_of(tensor))
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self.cpu_group if tensor.device.type == "cpu" else None
 
     @contextmanager
     def peer_errors(self) -> Iterator[None]:
@@ -163,11 +174,14 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
 
 def _ranks_of_process_group(timeout_seconds: float) -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
+    # Other launchers (accelerate) make groups of NCCL alone.
+    sends_from_cpu = "cpu:" in dist.get_backend_config()
     return Ranks(
         rank=rank,
         size=size,
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         timeout_seconds=timeout_seconds,
+        cpu_group=None if sends_from_cpu else cast(dist.ProcessGroup, dist.new_group(backend="gloo")),
     )
 
 
