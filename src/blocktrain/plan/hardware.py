@@ -120,6 +120,8 @@ def load_hardware(extra: Path | None = None) -> Hardware:
     """The package's figures, overridden by those in `extra`, a file of the same form; raises `ConfigError`."""
     values = tomllib.loads(resources.files("blocktrain.plan").joinpath("hardware.toml").read_text(encoding="utf-8"))
     if extra is not None:
+        if extra.exists() and not extra.is_file():
+            raise ConfigError(f"hardware file '{extra}' is not a file: it is a folder, a pipe or a device")
         try:
             given = parse_toml(extra.read_text(encoding="utf-8"), f"hardware file '{extra}'")
         except FileNotFoundError:

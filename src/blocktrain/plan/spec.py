@@ -227,6 +227,8 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 def read_config(path: Path) -> ModelSpec:
     """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"model configuration '{file}' is not a file: it is a folder, a pipe or a device")
     try:
         values = parse_json(file.read_bytes(), f"model configuration '{file}'", ConfigError)
     except FileNotFoundError:

@@ -106,6 +106,8 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         try:
             table[path[-1]] = parse_toml(f"value = {value.strip()}", text)["value"]
         except ConfigError:
+            if value.strip().isdigit():  # a number that is too long is no text
+                raise
             table[path[-1]] = value.strip()
     return values
 
