@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -58,3 +59,11 @@ def test_every_error_of_the_package_is_a_blocktrain_error():
     raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert len(raised) > 5
     assert all(issubclass(error, BlocktrainError) for error in raised)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_that_a_library_reports_says_what_to_do(number: int, tmp_path: Path):
+    """safetensors and tokenizers raise classes of their own, which passed as tracebacks."""
+    words = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+    with pytest.raises(StorageError, match=r"no room left while writing .*free some space"), storage_errors(tmp_path):
+        raise RuntimeError(words)

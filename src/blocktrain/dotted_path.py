@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from blocktrain.errors import ConfigError, first_line
@@ -17,12 +18,20 @@ def find_by_path(path: str, *, key: str) -> Any:
     'JSONDecoder'
     """
     module, _, name = path.replace(":", ".").rpartition(".")
+    found = imported_module(module, f"{key} = '{path}'")
+    if not hasattr(found, name):
+        raise ConfigError(f"{key} = '{path}': module '{module}' has no '{name}'")
+    return getattr(found, name)
+
+
+def imported_module(name: str, place: str) -> ModuleType:
+    """The module called `name`; raises `ConfigError`, whose message begins with `place`, where there is none."""
+    if not all(part.replace("-", "_").isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{place}: {name!r} is not the name of a module, such as 'my_package.my_module'")
     try:
-        return getattr(importlib.import_module(module), name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"{key} = '{path}': module '{module}' cannot be imported ({first_line(error)}); install its package, or "
-            "add its folder to PYTHONPATH"
+            f"{place}: module '{name}' cannot be imported ({first_line(error)}); install its package, or add its "
+            "folder to PYTHONPATH"
         ) from error
-    except AttributeError:
-        raise ConfigError(f"{key} = '{path}': module '{module}' has no '{name}'") from None

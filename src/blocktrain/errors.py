@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,12 +97,23 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def storage_errors(path: str | Path) -> Iterator[None]:
-    """Turns a failed write inside this context into a `StorageError` that names `path` and says what to do."""
+    """Turns a failed write inside this context into a `StorageError` that names `path` and says what to do.
+
+    Libraries written in Rust (safetensors, tokenizers) raise classes of their own, whose messages end in the number of
+    the system's error: "No space left on device (os error 28)".
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
+    except BlocktrainError:
+        raise
+    except Exception as error:
+        failed = error
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            failed = OSError(int(number[1]), os.strerror(int(number[1])))
+        if not isinstance(failed, OSError):
+            raise
+        if failed.errno in NO_ROOM:
             raise StorageError(
-                f"no room left while writing '{path}' ({error.strerror}); free some space or choose another folder"
+                f"no room left while writing '{path}' ({failed.strerror}); free some space or choose another folder"
             ) from error
-        raise StorageError(f"cannot write '{path}': {error.strerror or error}") from error
+        raise StorageError(f"cannot write '{path}': {failed.strerror or failed}") from error

@@ -1,10 +1,11 @@
-"""Reading JSON and numbers that others wrote: what is wrong with them becomes one message."""
+"""Reading JSON, TOML and numbers that others wrote, and showing them: what is wrong becomes one message."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from blocktrain.errors import BlocktrainError, ConfigError, DataError
 
+MOST_DIGITS = 300  # of a whole number; up to here `float` takes it
 LONGEST_NAME = 240  # bytes; Linux takes 255, of which temporary names need some
 
 NumberT = TypeVar("NumberT", int, float)
@@ -26,11 +28,48 @@ def parse_json(text: str | bytes, place: str, error: type[BlocktrainError] = Dat
     blocktrain.errors.DataError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise error(f"{place} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as cause:  # also a number of thousands of digits, and bytes that are not UTF-8
         raise error(f"{place} is not JSON: {cause}") from None
+
+
+def parse_toml(text: str, place: str) -> dict[str, Any]:
+    """The table of a TOML text; raises `ConfigError`, whose message begins with `place`, where it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{place} is not TOML that can be read: it is nested too deeply") from None
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"{place} is not TOML: {cause}") from None
+    except ValueError:  # of Python's limit for whole numbers
+        raise ConfigError(f"{place} is not TOML that can be read: it has a number of thousands of digits") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def printable(text: str) -> str:
+    """`text` on one line that every terminal shows as it is: other characters become escapes.
+
+    >>> print(printable("two\\nlines, \\x1b[31mred"))
+    two\\nlines, \\x1b[31mred
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long.
+
+    >>> print(shown("x"), shown([0] * 1000))
+    'x' [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...
+    """
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:57]}..."
 
 
 def json_kind(value: object) -> str:
@@ -68,8 +107,13 @@ def output_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def number_between(name: str, kind: type[NumberT], low: NumberT, high: NumberT) -> Callable[[str], NumberT]:
-    """A type for the option `name` of `argparse`: a number of `kind` from `low` to `high`; else a `ConfigError`."""
+def number_between(
+    name: str, kind: type[NumberT], low: NumberT, high: NumberT, words: str = ""
+) -> Callable[[str], NumberT]:
+    """A type for the option `name` of `argparse`: a number of `kind` from `low` to `high`; else a `ConfigError`.
+
+    words: those that the option takes as well, for the message.
+    """
     what = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> NumberT:
@@ -78,7 +122,7 @@ def number_between(name: str, kind: type[NumberT], low: NumberT, high: NumberT) 
         except ValueError:
             value = kind(low - 1)
         if not math.isfinite(value) or not low <= value <= high:
-            raise ConfigError(f"{name} must be {what} from {low:,} to {high:,}, not '{text[:40]}'")
+            raise ConfigError(f"{name} must be {words}{what} from {low:,} to {high:,}, not '{text[:40]}'")
         return value
 
     return parse

@@ -31,13 +31,27 @@ def may_be_on_hub(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
+def is_hub_silent(name: str) -> bool:
+    """Whether the Hugging Face hub gives no answer about the model `name`: one try, where its client takes a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name, timeout=10)
+    except HfHubHTTPError:
+        return False
+    except Exception:  # of the HTTP client, whose classes change with its version
+        return True
+    return False
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """The device called `name`; `auto` takes the first accelerator, else the CPU."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # of 'meta' nothing can be read
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device '{name}' cannot be used here ({first_line(error)}); try 'auto' or 'cpu'") from error
     return device
@@ -195,7 +209,9 @@ def library_errors(what: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if isinstance(error, TypeError | AttributeError | LookupError):  # the library did not expect such a value
+        if isinstance(
+            error, TypeError | AttributeError | LookupError | ArithmeticError
+        ):  # the library did not expect such a value
             words = f"a value in its files or settings is wrong ({type(error).__name__}: {first_line(error)})"
         else:
             words = first_line(error)

@@ -12,6 +12,7 @@ from blocktrain.errors import ConfigError
 
 Unit = Literal["steps", "tokens", "epochs"]
 
+LONGEST = 1e15  # steps, tokens or epochs
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 _QUANTITY = re.compile(rf"^\s*({_NUMBER})\s*([kmbgt]?)\s*(step|token|epoch)s?\s*$", re.I)
@@ -43,8 +44,10 @@ class Duration:
     unit: Unit
 
     def __post_init__(self) -> None:
-        if not (self.value > 0 and math.isfinite(self.value)):
-            raise ConfigError(f"a duration must be a positive number, not {self.value:g} {self.unit}")
+        if not 0 < self.value <= LONGEST:
+            raise ConfigError(
+                f"a duration must be a positive number of at most {LONGEST:g}, not {self.value:g} {self.unit}"
+            )
 
     @classmethod
     def steps(cls, value: float) -> Duration:
@@ -160,6 +163,8 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`format_seconds(3725) == '1h 02m'`, `format_seconds(75) == '1m 15s'`, `format_seconds(2.5) == '2.5s'`."""
+    if not math.isfinite(seconds):  # from a damaged log
+        return f"{seconds}s"
     if round(seconds) < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
     minutes, rest = divmod(round(seconds), 60)

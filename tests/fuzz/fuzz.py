@@ -4,6 +4,7 @@ clear       exit code 1 or 2 and one message
 unclear     a message that shows another library's internals, or says nothing
 traceback   an exception that nobody turned into a message
 wrong       an input that had to be refused was accepted
+left        an input was refused, and a run, an exported model or a file under a temporary name was left behind
 hang        no end within the time limit
 accepted    exit code 0, which is right for an input that is merely odd
 """
@@ -31,6 +32,7 @@ from cases import TINY, Case, Refuse, cases, train
 
 SECONDS = 30
 MEMORY_BYTES = 12 * 2**30  # of address space: an input must not take the machine down
+LEFT = re.compile(r"^run\.json$|^model\.safetensors$|^page\.html$|^plan\.html$|\.part(ial)?$")
 UNCLEAR = re.compile(r"Traceback|<class|<function|object at 0x|NoneType|KeyError|unhashable|has no attribute|Errno")
 
 
@@ -59,10 +61,15 @@ def judge(case: Case) -> tuple[str, str]:
     from blocktrain.cli.main import main
 
     out, err, here = io.StringIO(), io.StringIO(), Path.cwd()
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    outer = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    folder = outer / "case"  # a case that reads ".." finds this alone
+    folder.mkdir()
+    os.environ["XDG_CONFIG_HOME"] = str(folder)
+    before: set[Path] = set()
     try:
         os.chdir(folder)
         arguments = case.prepare(folder)
+        before = set(folder.rglob("*"))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited(SECONDS):
             code = main(arguments)
     except SystemExit as stop:  # argparse
@@ -73,7 +80,10 @@ def judge(case: Case) -> tuple[str, str]:
         return "traceback", traceback.format_exc()
     finally:
         os.chdir(here)
-        shutil.rmtree(folder, ignore_errors=True)
+        new = sorted(path.name for path in {*folder.rglob("*")} - before if LEFT.search(path.name))
+        shutil.rmtree(outer, ignore_errors=True)
+    if code == 2 and new and "The folder itself is complete" not in err.getvalue():  # of a failed --push
+        return "left", f"{new}\n{err.getvalue()}"
     if code == 0:
         return ("wrong" if case.refuse is Refuse.MUST else "accepted"), ""
     message = err.getvalue()
@@ -134,12 +144,12 @@ def main() -> None:
     if options.messages:
         lines = "\n".join(f"{name}\t{message}" for name, message in found.get("clear", []))
         options.messages.write_bytes(lines.encode(errors="backslashreplace"))
-    for verdict in ("clear", "accepted", "unclear", "traceback", "wrong", "hang"):
+    for verdict in ("clear", "accepted", "unclear", "traceback", "wrong", "left", "hang"):
         print(f"{verdict:10} {len(found.get(verdict, []))}")
     print(
         f"{options.cases} inputs, seed {options.seed}, {time.perf_counter() - start:.0f} s, {len(TINY)} keys of the run"
     )
-    sys.exit(any(found.get(verdict) for verdict in ("unclear", "traceback", "wrong", "hang")))
+    sys.exit(any(found.get(verdict) for verdict in ("unclear", "traceback", "wrong", "left", "hang")))
 
 
 if __name__ == "__main__":

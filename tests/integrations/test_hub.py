@@ -117,3 +117,19 @@ def test_a_bad_name_is_refused_before_the_export(tmp_path: Path, capsys: pytest.
     assert "'mine' is not the name of a hub repository; write --push owner/name" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         push(tmp_path, "a/b/c")
+
+
+def test_no_network_and_a_wrong_answer_are_one_message(api: HfApi, hub: FakeHub, model: Path, monkeypatch) -> None:
+    """Both came as tracebacks of the HTTP client and of the JSON decoder."""
+    with pytest.raises(StorageError, match=r"could not be uploaded .*The folder itself is complete"):
+        push(model, "me/mine", api=HfApi(endpoint="http://127.0.0.1:9", token="hf_not_a_token"))
+
+    def answer(self: Answers, content: object, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    monkeypatch.setattr(Answers, "answer", answer)
+    with pytest.raises(StorageError, match="its answer is not that of a hub"):
+        push(model, "me/mine", api=api)

@@ -16,7 +16,7 @@ import blocktrain as bt
 from blocktrain.chain.partition import partition
 from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing, undecayed_ids
+from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing, require_options, undecayed_ids
 from blocktrain.records.log import read_events
 from blocktrain.records.run_records import Record, Step
 
@@ -83,6 +83,7 @@ def test_names_of_optimizer_classes() -> None:
         f"{__name__}:CountedAdam": r"'.*:CountedAdam' is not a subclass of .*; did you mean 'CountedAdamW'",
         f"{__name__}:NOT_A_CLASS": r"NOT_A_CLASS' is not a subclass of torch\.optim\.Optimizer",
         "json:JSONDecoder": r"is not a subclass of torch\.optim\.Optimizer in 'json'; it defines none",
+        "..": r"'\.' is not the name of a module",
         "": r"'' is neither a class of torch\.optim",
     }.items(),
 )
@@ -92,8 +93,23 @@ def test_a_wrong_name_is_refused_with_the_way_out(name: str, said: str) -> None:
 
 
 def test_a_class_that_refuses_the_settings_is_named(tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r":CountedAdamW refuses these settings: .*'beta'"):
+    with pytest.raises(ConfigError, match=r":CountedAdamW with .* refuses these settings: .*'beta'"):
         bt.run(tiny(f"optimizer.name={__name__}:CountedAdamW", "optimizer.options.beta=3"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"betas": [0.9]}, "'betas': .0.9.* refuses these settings"),
+        ({"differentiable": True}, "refuses these settings"),
+        ({"capturable": True}, "refuses these settings: If capturable=True"),
+        ({"fused": "yes"}, "optimizer.options.fused must be true or false, not 'yes'"),
+    ],
+)
+def test_options_that_fail_at_the_first_step_are_refused(options: dict[str, Any], message: str) -> None:
+    """They ended in a traceback after the run folder was written; any text was true."""
+    with pytest.raises(ConfigError, match=message):
+        require_options("AdamW", torch.optim.AdamW, options, torch.device("cpu"))
 
 
 # -- weight decay ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Every figure says where it comes from; files and flags override; names are forgiving."""
 
+import json
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -66,3 +68,51 @@ def test_a_card_without_bf16_has_no_such_rate() -> None:
 def test_without_a_calibration_the_message_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run 'blocktrain calibrate'"):
         load_calibration(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("foo = 1", "unknown key 'foo'"),
+        ("[cards.rtx4090]\nmemory_gb = 48", "unknown key 'cards.rtx4090.memory_gb'; did you mean 'memory_gib'"),
+        ("[cards]\nrtx4090 = 3", "'cards.rtx4090' must be a table, not 3"),
+        ("[cards.rtx4090]\nmemory_gib = 'x'", "'cards.rtx4090.memory_gib' must be a positive number of at most"),
+        ("[cards.rtx4090]\nmemory_gib = nan", "'cards.rtx4090.memory_gib' must be a positive number"),
+        ("[assumed]\nlink_efficiency = -1", "'assumed.link_efficiency' must be a positive number"),
+        ("[links.mine]\nbytes_per_second = 1", "key 'kind' is missing"),
+        ("x = " + "[" * 3000, "nested too deeply"),
+        ("x = " + "9" * 6000, "a number of thousands of digits"),
+    ],
+)
+def test_a_hardware_file_is_checked_against_the_form_of_the_packages_own(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    """`--hardware` ignored keys that it did not know, and a value of another kind ended in a traceback."""
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 3000, "[]", '{"rates": 3}', "9" * 6000],
+)
+def test_a_damaged_calibration_is_one_message(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "this-machine.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="run 'blocktrain calibrate' again"):
+        load_calibration(path)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan"), "fast"])
+def test_a_calibration_of_impossible_rates_is_refused(wrong: object, tmp_path: Path) -> None:
+    names = ("memory_bytes", "kernel_seconds", "update_scalars", "host_link_bytes", "host_memory_bytes", "disk_bytes")
+    rates = {"matmul_flops": {"4": 1e11}, "attention_flops": {"4": 1e10}, **dict.fromkeys(names, 1e9)}
+    values = {"device": "cpu", "memory_bytes_total": 16e9, "rates": rates, "date": "2026-11-01"}
+    path = tmp_path / "this-machine.json"
+    path.write_text(json.dumps(values))
+    assert load_calibration(path).rates.matmul_flops == {4: 1e11}
+    path.write_text(json.dumps({**values, "rates": {**rates, "memory_bytes": wrong}}))
+    with pytest.raises(ConfigError, match="run 'blocktrain calibrate' again"):
+        load_calibration(path)

@@ -54,13 +54,20 @@ def test_blocks_are_cut_as_the_package_cuts_them(name: str, parts: int) -> None:
             )
 
 
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "no 'num_hidden_layers'"),
         ({"model_type": "bert"}, "'bert' cannot be planned"),
         ({}, "None cannot be planned"),
-        ({"model_type": "gpt2", "n_embd": "wide"}, "'n_embd' must be a positive whole number"),
+        ({"model_type": "gpt2", "n_embd": "wide"}, "'n_embd' must be a whole number from 1 to 10,000,000, not 'wide'"),
+        ({"model_type": []}, r"model_type \[\] cannot be planned"),
+        ({**GPT2, "n_layer": 10**30}, "'n_layer' must be a whole number from 1 to 10,000, not"),
+        ({**GPT2, "n_head": 5}, "64 values, which 5 heads cannot share evenly"),
+        ({**GPT2, "tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false, not 'no'"),
     ],
 )
 def test_a_config_that_lacks_something_says_what(values: dict, message: str) -> None:
@@ -71,3 +78,11 @@ def test_a_config_that_lacks_something_says_what(values: dict, message: str) -> 
 def test_an_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'llama-3-8b'"):
         find_model("llama-3-8")
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "", "9" * 6000, "\xff"])
+def test_a_config_that_is_not_json_is_one_message(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"model configuration '{path}' is not JSON"):
+        read_config(path)

@@ -172,3 +172,21 @@ def test_a_record_without_a_needed_field_names_it(make_run: MakeRun):
     path.write_text(path.read_text().replace('"loss":', '"lost":'))
     with pytest.raises(DataError, match=r"a 'evaluation' record without 'loss'"):
         RunRecord.load(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "cost", "memory": {"full": 0.5, "blocks": []}}',
+        '{"kind": "run", "layout": []}',
+        "[" * 3000,
+        '{"kind": "retire", "step": ' + "9" * 6000 + "}",
+    ],
+)
+def test_a_damaged_line_is_one_message(make_run: MakeRun, line: str):
+    """Such lines ended in tracebacks of Python's own."""
+    folder = make_run(sweeps=1, steps=2, every=2)
+    path = folder / "events.jsonl"
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(DataError, match=r"holds a record this version cannot read|is not JSON"):
+        RunRecord.load(folder)

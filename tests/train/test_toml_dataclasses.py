@@ -174,10 +174,15 @@ def test_reads_a_file_with_overrides(tmp_path: Path):
     assert read_toml(path, ["engine.power=2"]) == {"name": "é", "engine": {"power": 2}}
 
 
+def test_a_number_that_is_too_long_is_no_text():
+    with pytest.raises(ConfigError, match="a number of thousands of digits"):
+        override({}, ["name=" + "9" * 6000])
+
+
 def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"configuration '.*none\.toml' does not exist"):
         read_toml(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot be read: "):
+    with pytest.raises(ConfigError, match="is not a file: it is a folder, a pipe or a device"):
         read_toml(tmp_path)
     (tmp_path / "bad.toml").write_text("seats = = 4")
     with pytest.raises(ConfigError, match=r"bad\.toml' is not TOML: .*line 1"):

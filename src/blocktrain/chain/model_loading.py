@@ -16,7 +16,7 @@ from torch import nn
 from blocktrain.chain.pretrained import load_pretrained
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError, nearest
-from blocktrain.runtime import available_memory_bytes, library_errors, may_be_on_hub
+from blocktrain.runtime import available_memory_bytes, is_hub_silent, library_errors, may_be_on_hub
 from blocktrain.units import format_bytes
 
 
@@ -183,7 +183,8 @@ def _saved_settings(path: str, given: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     with library_errors(f"model.path '{path}' cannot be loaded"):
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        is_local = Path(path).is_dir() or is_hub_silent(path)
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=is_local)
         _require_known(given, settings, f"model.path '{path}'")
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **given) if given else settings
 

@@ -21,6 +21,7 @@ from blocktrain.cli.report import REPORT
 from blocktrain.cli.resume import RESUME
 from blocktrain.cli.train import TRAIN
 from blocktrain.errors import BlocktrainError, Interrupted
+from blocktrain.parse import printable
 
 DESCRIPTION = "Train every parameter of a model, one block at a time, on GPUs you can afford."
 
@@ -85,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.debug:
             raise
         place = "" if error.filename is None else f"'{os.fspath(error.filename)}': "
-        print(f"blocktrain: error: {place}{error.strerror or error}", file=sys.stderr)
+        print(printable(f"blocktrain: error: {place}{error.strerror or error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if options.debug:
@@ -99,7 +100,7 @@ def _show(error: BlocktrainError) -> int:
     sys.stdout.flush()
     label = "" if isinstance(error, Interrupted) else "error: "
     rank = f"[{os.environ['RANK']}]" if "RANK" in os.environ else ""
-    print(f"blocktrain{rank}: {label}{error}", file=sys.stderr)
+    print(f"blocktrain{rank}: {label}{printable(str(error))}", file=sys.stderr)
     return error.exit_code
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from blocktrain.cli.show_plan import as_json, show
 from blocktrain.errors import ConfigError, PartitionError, StorageError, nearest
 from blocktrain.outputs import write_output
+from blocktrain.parse import number_between
 from blocktrain.plan.comparison import alternatives, nearest_change
 from blocktrain.plan.configure import HEAD, toml, train_config
 from blocktrain.plan.cost import BFMultiplier, find_multiplier
@@ -154,9 +155,7 @@ def _methods(text: str) -> tuple[TrainingMethod, ...]:
 def _blocks(text: str, most: int) -> int | None:
     if text == "auto":
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise ConfigError(f"--blocks must be 'auto' or a number from 1 to {most} (the model's layers), not '{text}'")
-    return int(text)
+    return number_between("--blocks", int, 1, most, "'auto' or ")(text)
 
 
 def _chosen(text: str) -> Any:
@@ -186,9 +185,7 @@ def _loss_chunk(text: str) -> int | None:
         return None
     if text == "off":
         return 0
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--loss-chunk must be 'auto', 'off' or a number of tokens, not '{text}'")
-    return int(text)
+    return number_between("--loss-chunk", int, 1, 10**9, "'auto', 'off' or ")(text)
 
 
 def _multiplier(text: str) -> BFMultiplier:

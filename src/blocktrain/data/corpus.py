@@ -57,6 +57,8 @@ def open_corpus(source: str, *, text_field: str | None = "text", cache: Path) ->
     """
     if source == "stdlib" and text_field is not None:
         return FileCorpus(name=stdlib_name(), files=stdlib_files(), text_field=text_field, cache=cache)
+    if not source:
+        raise DataError("the source of the data is empty; give a file, a folder, 'stdlib', or 'owner/name' of the hub")
     path = Path(source).expanduser()
     suffixes = RECORD_SUFFIXES if text_field is None else DOCUMENT_SUFFIXES
     if path.exists() or path.is_symlink():

@@ -144,6 +144,8 @@ def require_text(value: object, field: str, place: str) -> str:
     """`value` if it is text; raises `RowError` for null, numbers and lists."""
     if not isinstance(value, str):
         raise RowError(f"{place}: field '{field}' is {json_kind(value)}, not text")
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise RowError(f"{place}: field '{field}' has half of a surrogate pair, which is no character")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from blocktrain.errors import DataError, first_line, storage_errors
-from blocktrain.runtime import may_be_on_hub
+from blocktrain.runtime import is_hub_silent, may_be_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -170,9 +171,10 @@ def load_tokenizer(name: str | None, *, key: str = "tokenizer") -> Tokenizer:
     folder = Path(name).expanduser()
     if not folder.is_dir() and not may_be_on_hub(name):
         raise DataError(f"tokenizer {name!r} is not a folder (seen from {Path.cwd()}), and not a name on the hub")
+    near = "did you mean 'bytes'? Or " if difflib.get_close_matches(name.lower(), ["bytes"]) else ""
     way_out = (
-        f'set {key} = "bytes", or to a folder with tokenizer.json (or vocab.json and merges.txt), or to the name of a '
-        "model on the Hugging Face hub"
+        f'{near}set {key} = "bytes", or to a folder with tokenizer.json (or vocab.json and merges.txt), or to the name '
+        "of a model on the Hugging Face hub"
     )
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_dir() and not any(_is_tokenizer_file(file) for file in files):
@@ -181,7 +183,11 @@ def load_tokenizer(name: str | None, *, key: str = "tokenizer") -> Tokenizer:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json"}:
             loaded = GPT2Tokenizer.from_pretrained(str(folder))
         else:
-            loaded = AutoTokenizer.from_pretrained(str(folder) if files else name, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(
+                str(folder) if files else name,
+                trust_remote_code=False,
+                local_files_only=not files and is_hub_silent(name),
+            )
     except Exception as error:  # transformers, tokenizers and the hub each raise their own classes
         raise DataError(f"cannot load tokenizer '{name}': {first_line(error)}; {way_out}") from error
     # Where files are missing, transformers makes a tokenizer that knows the special tokens of its class alone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -12,10 +11,13 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from blocktrain.chain.block import Block, Partition
+from blocktrain.dotted_path import imported_module
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.modules.dispatch import EagerDispatchMode
 from blocktrain.optim.adamw8bit import AdamW8bit
 from blocktrain.optim.precision import Moments
+from blocktrain.parse import shown
+from blocktrain.runtime import library_errors
 
 # (module, attribute under which it holds the parameter) -> whether this parameter has no weight decay
 Undecayed = Callable[[nn.Module, str], bool]
@@ -121,9 +123,9 @@ class OptimizerFactory:
 
 
 def _with_moments(choice: OptimizerChoice, moments: Moments) -> OptimizerChoice:
-    """`choice`, with AdamW's two averages in 8 bits if requested. Muon and SGD keep their one buffer as it is."""
+    """`choice`, with AdamW's two averages in 8 bits if requested. Muon keeps its one buffer as it is."""
     cls, options = choice
-    if moments == "fp32" or cls in (AdamW8bit, torch.optim.Muon, torch.optim.SGD):
+    if moments == "fp32" or cls in (AdamW8bit, torch.optim.Muon):
         return choice
     if cls is not torch.optim.AdamW:
         raise ConfigError(f"8-bit moments exist for AdamW only, not for {cls.__name__}; set moments='fp32'")
@@ -153,13 +155,7 @@ def find_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if module:  # other settings are checked against the bare name
             raise ConfigError(f"optimizer.name '{name}': write a class of torch.optim without its path, '{attribute}'")
         return getattr(torch.optim, name)
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"optimizer.name '{name}': module '{module}' cannot be imported ({error}); install its package, or add its "
-            "folder to PYTHONPATH"
-        ) from error
+    imported = imported_module(module, f"optimizer.name '{name}'")
     found = getattr(imported, attribute, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         classes = [
@@ -170,6 +166,20 @@ def find_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         hint = nearest(attribute, classes) if classes else "it defines none"
         raise ConfigError(f"optimizer.name '{name}' is not a subclass of torch.optim.Optimizer in '{module}'; {hint}")
     return found
+
+
+def require_options(
+    name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> None:
+    """Raises `ConfigError` for options that `cls`, called `name`, refuses when it is made or at a step on `device`."""
+    parameters = inspect.signature(cls).parameters
+    for key, value in options.items():
+        if key in parameters and "bool" in str(parameters[key].annotation) and not isinstance(value, bool):
+            raise ConfigError(f"optimizer.options.{key} must be true or false, not {shown(value)}")
+    with library_errors(f"[optimizer] {name} with {shown(dict(options))} refuses these settings"):
+        weight = nn.Parameter(torch.zeros(1, 1, device=device))
+        weight.grad = torch.zeros_like(weight)
+        cls([weight], **options).step()
 
 
 def hidden_matrices(partition: Partition) -> set[str]:

@@ -3,20 +3,23 @@ machine achieves."""
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import date
 from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from blocktrain.errors import ConfigError, nearest
+from blocktrain.errors import ConfigError, first_line, nearest
+from blocktrain.parse import parse_json, parse_toml, shown
+from blocktrain.records.codec import decode
 
 OriginKind = Literal["measured", "published", "paper", "assumed", "given"]
 GIB = 2.0**30
+MOST = 1e30  # of any figure
 THIS_MACHINE = "this-machine"
 
 
@@ -117,23 +120,53 @@ def load_hardware(extra: Path | None = None) -> Hardware:
     """The package's figures, overridden by those in `extra`, a file of the same form; raises `ConfigError`."""
     values = tomllib.loads(resources.files("blocktrain.plan").joinpath("hardware.toml").read_text(encoding="utf-8"))
     if extra is not None:
+        if extra.exists() and not extra.is_file():
+            raise ConfigError(f"hardware file '{extra}' is not a file: it is a folder, a pipe or a device")
         try:
-            values = _merged(values, tomllib.loads(extra.read_text(encoding="utf-8")))
+            given = parse_toml(extra.read_text(encoding="utf-8"), f"hardware file '{extra}'")
         except FileNotFoundError:
             raise ConfigError(f"hardware file '{extra}' does not exist") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"hardware file '{extra}' cannot be read: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"hardware file '{extra}' cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"hardware file '{extra}' is not TOML: {error}") from None
+        try:
+            values = _merged(values, given, values)
+        except ConfigError as error:
+            raise ConfigError(f"hardware file '{extra}': {error}; the package's hardware.toml shows the form") from None
     try:
         return _hardware(values)
     except KeyError as error:
         raise ConfigError(f"'{extra}': key {error} is missing; the package's hardware.toml shows the form") from None
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+_NAMED = ("links", "cards", "providers", "usd_per_hour")  # tables whose keys are names, and whose values are alike
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any], form: Mapping[str, Any], place: str = "") -> Any:
+    """`below` with what `above` replaces and adds, whose keys and kinds of values must be those of `form`."""
     result = dict(below)
     for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
+        where = f"{place}.{key}" if place else key
+        if place.rpartition(".")[2] in _NAMED:
+            like = next(iter(form.values()))
+        elif key in form:
+            like = form[key]
+        else:
+            raise ConfigError(f"unknown key '{where}'; {nearest(key, form)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(like, dict):
+            if not isinstance(value, dict):
+                raise ConfigError(f"'{where}' must be a table, not {shown(value)}")
+            result[key] = _merged(result.get(key, {}), value, like, where)
+        elif isinstance(like, str):
+            if not isinstance(value, str | date):
+                raise ConfigError(f"'{where}' must be text, not {shown(value)}")
+            result[key] = value
+        elif not is_number or not 0 < value <= MOST:
+            raise ConfigError(f"'{where}' must be a positive number of at most {MOST:g}, not {shown(value)}")
+        else:
+            result[key] = value
     return result
 
 
@@ -277,14 +310,16 @@ def load_calibration(path: Path | None = None) -> Calibration:
     """The stored measurements; raises `ConfigError` where there are none."""
     path = path or calibration_file()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        rates = dict(values["rates"])
-        for key in ("matmul_flops", "attention_flops"):
-            rates[key] = {int(dtype): float(rate) for dtype, rate in rates[key].items()}
-        return Calibration(**{**values, "rates": MeasuredRates(**rates)})
+        values = parse_json(path.read_bytes(), f"'{path}'", ConfigError)
+        found = decode(Calibration, values if isinstance(values, dict) else {})
+        for name, rate in {**vars(found.rates), "memory_bytes_total": found.memory_bytes_total}.items():
+            numbers = rate.values() if isinstance(rate, Mapping) else [] if rate is None else [rate]
+            if not all(MOST >= number > 0 for number in numbers):
+                raise ConfigError(f"'{name}' must be positive and at most {MOST:g}, not {shown(rate)}")
+        return found
     except FileNotFoundError:
         raise ConfigError(
             f"this machine has not been measured yet: run 'blocktrain calibrate' ('{path}' is missing)"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"'{path}' cannot be read ({error}); run 'blocktrain calibrate' again") from None
+    except (OSError, ConfigError, ValueError, KeyError) as error:
+        raise ConfigError(f"'{path}' cannot be read ({first_line(error)}); run 'blocktrain calibrate' again") from None

@@ -7,7 +7,6 @@ mixtures of experts. Counts are those of `transformers`, to the parameter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.parse import parse_json, shown
 
 Family = Literal["gpt2", "llama"]
 Norms = Literal["none", "heads"]  # RMSNorm over queries and keys (Qwen 3)
@@ -29,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": "llama",
     "qwen3_moe": "llama",
 }
+MOST, MOST_LAYERS = 10**7, 10**4  # of anything in a model; the planner's work grows with them
 _PLANNED = f"these can be planned: {', '.join(sorted(FAMILIES))}"
 
 
@@ -55,9 +56,6 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
             raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_PLANNED}")
-        for key in ("layers", "width", "heads", "kv_heads", "head_width", "inner", "vocabulary", "positions"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{self.name}: {key} must be at least 1, not {getattr(self, key)}")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.name}: {self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
@@ -163,51 +161,62 @@ class ModelSpec:
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
     """The shape that a Hugging Face `config.json` describes; raises `ConfigError` with the key that is missing."""
     kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"{name}: model_type {kind!r} cannot be planned; {_PLANNED}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"{name}: model_type {shown(kind)} cannot be planned; {_PLANNED}")
 
-    def need(key: str) -> int:
+    def need(key: str, most: int = MOST) -> int:
         value = values.get(key)
         if value is None:
             hint = nearest(key, values)
             more = f"; {hint}" if hint.startswith("did") else ""
             raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}: '{key}' must be a positive whole number, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ConfigError(f"{name}: '{key}' must be a whole number from 1 to {most:,}, not {shown(value)}")
         return value
 
     def other(key: str, default: int) -> int:
         return need(key) if values.get(key) is not None else default
+
+    def tied(default: bool) -> bool:
+        value = values.get("tie_word_embeddings", default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: 'tie_word_embeddings' must be true or false, not {shown(value)}")
+        return value
+
+    def head_width() -> int:
+        if width % heads:
+            raise ConfigError(f"{name}: its hidden states have {width} values, which {heads} heads cannot share evenly")
+        return width // heads
 
     if kind == "gpt2":
         width, heads = need("n_embd"), need("n_head")
         return ModelSpec(
             name=name,
             architecture="gpt2",
-            layers=need("n_layer"),
+            layers=need("n_layer", MOST_LAYERS),
             width=width,
             heads=heads,
             kv_heads=heads,
-            head_width=width // heads,
+            head_width=head_width(),
             inner=other("n_inner", 4 * width),
             vocabulary=need("vocab_size"),
             positions=need("n_positions"),
-            tied=bool(values.get("tie_word_embeddings", True)),
+            tied=tied(True),
         )
     width, heads = need("hidden_size"), need("num_attention_heads")
     experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind)
     return ModelSpec(
         name=name,
         architecture=kind,
-        layers=need("num_hidden_layers"),
+        layers=need("num_hidden_layers", MOST_LAYERS),
         width=width,
         heads=heads,
         kv_heads=other("num_key_value_heads", heads),
-        head_width=other("head_dim", width // heads),
+        head_width=need("head_dim") if values.get("head_dim") is not None else head_width(),
         inner=need("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         vocabulary=need("vocab_size"),
         positions=need("max_position_embeddings"),
-        tied=bool(values.get("tie_word_embeddings", False)),
+        tied=tied(False),
         qkv_bias=kind == "qwen2",
         head_norms="heads" if kind in ("qwen3", "qwen3_moe") else "none",
         experts=need(experts) if experts else 1,
@@ -218,12 +227,14 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 def read_config(path: Path) -> ModelSpec:
     """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"model configuration '{file}' is not a file: it is a folder, a pipe or a device")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_bytes(), f"model configuration '{file}'", ConfigError)
     except FileNotFoundError:
         raise ConfigError(f"model configuration '{file}' does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model configuration '{file}' cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"model configuration '{file}' cannot be read: {error.strerror}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"model configuration '{file}' is not an object of settings")
     return from_config(values, str(path))

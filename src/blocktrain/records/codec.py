@@ -73,7 +73,7 @@ def _typed(hint: Any, value: Any) -> Any:
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is not None and issubclass(origin, Mapping):
         _require(isinstance(value, Mapping), value, "an object")
-        return {str(key): _typed(arguments[1], item) for key, item in value.items()}
+        return {arguments[0](key): _typed(arguments[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         _require(isinstance(value, Mapping), value, "an object")
         return decode(typing.cast(type, hint), value)

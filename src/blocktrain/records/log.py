@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import DataError, storage_errors
+from blocktrain.parse import parse_json
 from blocktrain.records.codec import Event
 
 
@@ -100,8 +101,8 @@ def read_events(path: Path, *, length: int | None = None) -> list[Event]:
     events, lines = [], path.read_bytes()[:length].split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            events += [json.loads(line)] if line else []
-        except ValueError as error:
+            events += [parse_json(line, f"'{path}' line {number}")] if line else []
+        except DataError:
             if number < len(lines):  # the last has no newline after it: torn
-                raise DataError(f"'{path}' line {number} is not JSON: {error}") from error
+                raise
     return events

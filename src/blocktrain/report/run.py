@@ -6,13 +6,13 @@ an `end` record (still training, killed or interrupted) can be reported like any
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from blocktrain.errors import DataError
+from blocktrain.parse import parse_json
 from blocktrain.records.log import read_events
 from blocktrain.records.run_records import (
     CacheDecision,
@@ -63,8 +63,9 @@ class RunRecord:
         path = folder / "events.jsonl"
         try:
             records = [from_event(event) for event in read_events(path) if isinstance(event, dict)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"'{path}' holds a record this version cannot read: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            words = str(error) if isinstance(error, KeyError | ValueError) else "a value is of another kind"
+            raise DataError(f"'{path}' holds a record this version cannot read: {words}") from error
 
         def every(kind: type[R]) -> list[R]:
             return [record for record in records if isinstance(record, kind)]
@@ -76,8 +77,8 @@ class RunRecord:
         if header is None:
             raise DataError(f"'{path}' has no 'run' record; is '{folder}' the folder of a run that has started?")
         try:
-            details = json.loads((folder / "run.json").read_text())
-        except (OSError, ValueError):
+            details = parse_json((folder / "run.json").read_bytes(), "run.json")
+        except (OSError, DataError):
             details = {}  # a report is about the log and does without a description that is lost
         # A run that was resumed after its end has taken further steps since: it has not ended yet.
         ended = next((record for record in reversed(records) if isinstance(record, RunEnd | Step)), None)

@@ -8,7 +8,6 @@ Incompatible settings are one table, `CONFLICTS`, at the end of this file.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -19,7 +18,8 @@ from blocktrain.cache.config import PrefixConfig
 from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.data import DATA_KINDS, DataConfig, DataKind, kind_of
 from blocktrain.data.sampling import Sampling
-from blocktrain.errors import ConfigError, first_line
+from blocktrain.dotted_path import imported_module
+from blocktrain.errors import ConfigError
 from blocktrain.optim.learning_rate import LearningRate
 from blocktrain.optim.precision import preset
 from blocktrain.parallel.config import DistributedConfig
@@ -137,12 +137,7 @@ class RunConfig:
                 f"imports must be a list of modules, such as ['my_package.my_technique'], not {imports!r}"
             )
         for module in imports:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise ConfigError(
-                    f"imports: module '{module}' cannot be imported ({first_line(error)}); is it on PYTHONPATH?"
-                ) from None
+            imported_module(module, "imports")
         given = [name for name in DATA_KINDS if values.get(name, "none") != "none"]
         if len(given) != 1:
             names = ", ".join(f"[{name}]" for name in DATA_KINDS)

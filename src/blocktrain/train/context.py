@@ -25,7 +25,7 @@ from blocktrain.errors import ConfigError, DataError
 from blocktrain.modules.chunked_loss import check_chunked
 from blocktrain.modules.kernels import choose_kernels
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing
+from blocktrain.optim.factory import find_optimizer_class, norms_and_biases, nothing, require_options
 from blocktrain.optim.precision import FP32, preset
 from blocktrain.optim.state_store import make_state_store
 from blocktrain.optim.weight_store import OnDevice, OnHost
@@ -245,10 +245,7 @@ def optimizer_of(
     keywords: dict[str, Any] = {"lr": options.lr, **options.options}
     if options.weight_decay is not None:
         keywords["weight_decay"] = options.weight_decay
-    try:
-        cls([nn.Parameter(torch.zeros(1, 1))], **keywords)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"[optimizer] {options.name} refuses these settings: {error}") from error
+    require_options(options.name, cls, keywords, pick_device(config.device))
     return BlockOptimizer(
         parts,
         cls,

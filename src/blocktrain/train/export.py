@@ -51,7 +51,7 @@ def export(
         raise ConfigError(f"'{out}' already exists and is not empty; choose another folder")
     folder.require_resumable()
     config = folder.config()
-    out = out.resolve()
+    out = Path(os.path.realpath(out))  # `Path.resolve` raises an error of its own for a link to itself
     found = checkpoints(folder.checkpoints)
     if not found:
         raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.parse import parse_toml, shown
 from blocktrain.units import Duration
 
 T = TypeVar("T")
@@ -79,14 +79,15 @@ def _plain(value: Any) -> Any:
 def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping in a TOML file, with `key.sub=value` overrides applied."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"configuration '{path}' is not a file: it is a folder, a pipe or a device")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(path.read_text(encoding="utf-8"), f"configuration '{path}'")
     except FileNotFoundError:
         raise ConfigError(f"configuration '{path}' does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration '{path}' cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration '{path}' is not TOML: {error}") from None
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"configuration '{path}' cannot be read: {words}") from None
     return override(values, overrides)
 
 
@@ -103,8 +104,10 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             if not isinstance(table, dict):
                 raise ConfigError(f"--set '{text}': '{part}' is a value, not a table")
         try:
-            table[path[-1]] = tomllib.loads(f"value = {value.strip()}")["value"]
-        except tomllib.TOMLDecodeError:
+            table[path[-1]] = parse_toml(f"value = {value.strip()}", text)["value"]
+        except ConfigError:
+            if value.strip().isdigit():  # a number that is too long is no text
+                raise
             table[path[-1]] = value.strip()
     return values
 
@@ -119,10 +122,12 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if value in arguments and type(value) in {type(choice) for choice in arguments}:
             return value
         hint = nearest(str(value), [str(choice) for choice in arguments])
-        raise ConfigError(f"{where}: {value!r} is not an allowed value; {hint}")
+        raise ConfigError(f"{where}: {shown(value)} is not an allowed value; {hint}")
     if kind is Duration:
         if not isinstance(value, Duration | str):
-            raise ConfigError(f"{where}: {value!r} is not a duration; write for example '100 steps' or '2M tokens'")
+            raise ConfigError(
+                f"{where}: {shown(value)} is not a duration; write for example '100 steps' or '2M tokens'"
+            )
         try:
             return Duration.parse(value) if isinstance(value, str) else value
         except ConfigError as error:
@@ -131,7 +136,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return from_mapping(typing.cast(type, kind), value, where=where)
     if origin in LISTS or kind in LISTS:
         if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list, not {value!r}")
+            raise ConfigError(f"{where} must be a list, not {shown(value)}")
         kind_of_item = arguments[0] if arguments else Any
         return tuple(_convert(kind_of_item, item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin in TABLES or kind in TABLES:
@@ -143,7 +148,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if kind is Any or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
         return value
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {value!r}")
+    raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {shown(value)}")
 
 
 def _refuse_odd(value: Any, where: str) -> None:
@@ -153,7 +158,7 @@ def _refuse_odd(value: Any, where: str) -> None:
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{where} must be at most {LARGEST:,}, not a number of {len(str(abs(value)))} digits")
     if isinstance(value, str) and any(ord(letter) < ord(" ") and letter not in "\n\r\t" for letter in value):
-        raise ConfigError(f"{where} has control characters: {value!r}")
+        raise ConfigError(f"{where} has control characters: {shown(value)}")
 
 
 def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
@@ -173,7 +178,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
 
 def _require_table(value: Any, where: str) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is a table: write [{where}], not {value!r}")
+        raise ConfigError(f"{where} is a table: write [{where}], not {shown(value)}")
 
 
 def _join(where: str, key: str) -> str:
