@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import stat
@@ -80,3 +81,22 @@ def test_what_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path: Path) 
 def test_a_lone_surrogate_is_written_as_an_escape(tmp_path: Path) -> None:
     write_output(tmp_path / "page.html", "a \ud800 b")
     assert (tmp_path / "page.html").read_text() == "a \\ud800 b"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_injected_failure_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """`run.json` and reports are written by this function: a full disk or a failed rename must not cost the old one."""
+    path = tmp_path / "run.json"
+    write_output(path, "first")
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StorageError, match=os.strerror(number)):
+        write_output(path, "second")
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["run.json"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,56 @@ def test_a_failed_write_leaves_the_older_checkpoints(tiny, tmp_path: Path, monke
         save(context, tmp_path, 2, keep=1)
     assert checkpoints(tmp_path) == [first]
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_an_injected_failure_leaves_the_older_checkpoints(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """A full disk, a mount that has become read-only, a broken disk, a file handle that an NFS server has forgotten."""
+    context = build(tiny(), tmp_path)
+    first = save(context, tmp_path, 1, keep=1)
+    one_step(context, 0)
+    before = {path: path.read_bytes() for path in first.iterdir()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError, match=os.strerror(number)):
+            save(context, tmp_path, 2, keep=1)
+    assert checkpoints(tmp_path) == [first]
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert {path: path.read_bytes() for path in first.iterdir()} == before
+    assert save(context, tmp_path, 2, keep=1).is_dir()
+
+
+@pytest.mark.parametrize("missing", ["checkpoint.json", "weights-1.safetensors", "half of weights-1.safetensors"])
+def test_a_checkpoint_that_was_copied_in_part_is_never_used(tiny, finished: Path, tmp_path: Path, missing: str) -> None:
+    """`rsync` that was stopped: without its list of files a folder is no checkpoint; with it, what lacks is named."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    *older, last = checkpoints(run / "checkpoints")
+    path = last / missing.removeprefix("half of ")
+    if missing.startswith("half"):
+        data = path.read_bytes()
+        path.unlink()  # it may be a link to the older checkpoint's
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        path.unlink()
+    if missing == "checkpoint.json":
+        assert checkpoints(run / "checkpoints") == older
+        return
+    with pytest.raises(CheckpointError, match=f"{path.name}' (cannot be read|is damaged).*delete '{last}'"):
+        bt.resume(run)
+
+
+def test_a_clock_that_is_set_back_changes_nothing(tiny, tmp_path: Path, monkeypatch, outcome) -> None:
+    whole = bt.run(tiny(), tmp_path / "whole").path
+    now = iter(range(2_000_000_000, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    assert outcome(bt.run(tiny(), tmp_path / "run").path) == outcome(whole)
 
 
 def train_on_a_full_disk(mapping: dict[str, Any], folder: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import blocktrain as bt
+from blocktrain import probe
 from blocktrain.cache.cost_model import StoreChoice
 from blocktrain.cache.slot_ledger import Fingerprints
 from blocktrain.probe import Medium
 from blocktrain.records.run_records import CacheUse, Record
 from blocktrain.train.checkpoint import checkpoints
+from blocktrain.train.context import build
 from blocktrain.train.techniques import prefix_caching
 from blocktrain.train.toml_dataclasses import override
 
@@ -382,6 +385,28 @@ WIDE = ["text.row_tokens=64", "model.config.n_positions=64", "sampling.rate=0.8"
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("store", "reason"), [("file", "given up: with 16.0 KiB"), ("auto", "does not pay: host has")])
+def test_room_is_left_for_two_checkpoints(  # noqa: PLR0917 - fixtures
+    train: Run, config, tmp_path: Path, monkeypatch, store: str, reason: str
+) -> None:
+    """The cache used to take the last space of a disk, so that the next checkpoint failed."""
+    parameters = sum(p.numel() for p in build(config(), tmp_path).model.parameters())
+    room = 2 * 12 * parameters  # fp32 weights and two averages
+    total, used, _ = shutil.disk_usage(tmp_path)
+
+    def left(_: object) -> Any:
+        return shutil._ntuple_diskusage(total, used, room - 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    monkeypatch.setattr(shutil, "disk_usage", left)
+    monkeypatch.setattr(probe, "available_memory_bytes", lambda: 0)
+    bt.run(config(f"prefix.store={store}"), tmp_path / "run")
+    decided = events_of(tmp_path / "run", "cache")
+    assert {event["place"] for event in decided} == {None}
+    assert decided[0]["reason"].startswith(reason)
+    assert "file has room for 0 B" in decided[0]["reason"] or "next two checkpoints" in decided[0]["reason"]
+    assert learned(tmp_path / "run") == learned(train("prefix.store=off"))
 
 
 def test_a_disk_that_fills_up_in_mid_visit(train: Run, config, tmp_path: Path, limit_files, caplog):

@@ -6,6 +6,7 @@ With sharded weights (FSDP2) layers run on all ranks together, and so do the for
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from blocktrain.cache.slot_ledger import Fingerprints, Key
 from blocktrain.cache.store import STORES, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.data.sampling import StepRows
+from blocktrain.errors import StorageError
 from blocktrain.runtime import to_device
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_sharded
+from blocktrain.units import format_bytes
 
 
 def new_cache(
@@ -31,18 +34,35 @@ def new_cache(
 ) -> PrefixCache:
     """An empty cache with stores of the kind that `STORES` has under `place`.
 
-    folder: of this rank, for files. boundaries: see `PrefixCache`.
+    folder: of this rank in `prefix/` of the run's, for files. boundaries: see `PrefixCache`.
+
+    A store in files that would not leave room for two checkpoints raises `StorageError` when it is made.
     """
     encoding, slots, ranks = Encoding(context.config.prefix.dtype), context.rows.num_slots, context.ranks
 
     def make_store(name: str, num_slots: int, layout: RowLayout) -> Store:
-        return STORES[place].make(folder / name, num_slots, layout, context.device)
+        store = STORES[place].make(folder / name, num_slots, layout, context.device)
+        left, needed = shutil.disk_usage(folder.parent.parent).free, room_for_checkpoints(context)
+        if STORES[place].medium == "file" and left < needed:  # the store has reserved its room by now
+            store.close()
+            raise StorageError(
+                f"with {format_bytes(store.nbytes)} of stored rows, '{folder}' would have {format_bytes(left)} left, "
+                f"and the next two checkpoints may need {format_bytes(needed)}; free some space or set prefix.store"
+            )
+        return store
 
     def all_gather(number: int) -> list[int]:
         return [int(value) for (value,) in ranks.all_gather([number])]
 
     kind = partial(CollectivePrefixCache, all_gather=all_gather) if is_sharded(context.config, ranks) else PrefixCache
     return kind(runner, num_slots=slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
+
+
+def room_for_checkpoints(context: TrainingContext) -> int:
+    """Bytes that the next two checkpoints may need on the disk: fp32 weights (or bf16 and low bits) and two averages in
+    fp32 of every parameter, in case the file system has no hard links. What the cache takes must leave that free."""
+    bytes_each = 4 if context.config.optimizer.state == "drop" else 12
+    return 2 * bytes_each * sum(parameter.numel() for parameter in context.model.parameters())
 
 
 def fingerprints(context: TrainingContext, boundaries: Iterable[int]) -> Fingerprints:

@@ -36,7 +36,14 @@ from blocktrain.runtime import synchronize
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext, is_pipeline, is_sharded, pipeline_config
 from blocktrain.train.technique import Batch, Position, Technique
-from blocktrain.train.techniques.prefix_cache_setup import fill_ahead, fingerprints, key_of, new_cache, sample
+from blocktrain.train.techniques.prefix_cache_setup import (
+    fill_ahead,
+    fingerprints,
+    key_of,
+    new_cache,
+    room_for_checkpoints,
+    sample,
+)
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +277,7 @@ class PrefixCaching(Technique):
         if self._cache is not None:  # its own room is free for it
             medium = STORES[self._place].medium
             free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
+        free["file"] -= room_for_checkpoints(context)
         free = {place: amount / shared_by[place] for place, amount in free.items()}
         if self._bandwidths is None:
             measured = config.store == "auto"
