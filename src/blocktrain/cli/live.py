@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from blocktrain.records.run_records import Evaluation, Record, RunHeader, Step
+from blocktrain.records.run_records import Evaluation, Record, RunEnd, RunHeader, Step
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.units import format_bytes, format_count, format_seconds
 
@@ -56,7 +56,7 @@ class LiveLine:
             self._progress.stop()
 
     def __call__(self, record: Record) -> None:
-        """Show one record; kinds other than these three are not shown."""
+        """Show one record; kinds other than these four are not shown."""
         match record:
             case RunHeader():
                 self._start(record)
@@ -64,6 +64,8 @@ class LiveLine:
                 self._step(record)
             case Evaluation():
                 self._evaluation(record)
+            case RunEnd():
+                self.console.print(f"  ended: {record.reason}", markup=False, highlight=False)
             case _:
                 pass
 

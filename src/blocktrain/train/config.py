@@ -85,7 +85,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.schedule.sweeps is None and self.stop == RunLimit():
-            raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
+            raise ConfigError(
+                "the run would never end: set schedule.sweeps, or stop.duration, target_loss, patience or hours"
+            )
         if not self.name.isprintable() or self.name.strip(". ") == "" or len(self.name) > LONGEST_NAME:
             raise ConfigError(
                 f"name must be 1 to {LONGEST_NAME} printable characters, not {self.name[: LONGEST_NAME + 1]!r}"
