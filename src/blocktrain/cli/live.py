@@ -41,9 +41,9 @@ class LiveLine:
         self._header: RunHeader | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=50)  # (time, tokens) of the last steps
         self._smoothed: float | None = None
-        self._bar = BarColumn(bar_width=24 if console.width >= 100 else 10)
+        self._bar_width = 24 if console.width >= 100 else 10
         self._progress = Progress(
-            self._bar,
+            BarColumn(bar_width=self._bar_width),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
@@ -113,11 +113,12 @@ class LiveLine:
         }
         if total and rate:
             parts["left"] = f"left {format_seconds((total - step.step) * header.tokens_per_step / rate)}"
-        for name in ("", *LEFT_OUT_FIRST):
-            parts.pop(name, None)
-            line = "  ".join(part for part in parts.values() if part)
-            if len(line) < self.console.width - self._bar.bar_width:
+        room = self.console.width - self._bar_width - 1
+        left_out = iter(LEFT_OUT_FIRST)
+        while len(line := "  ".join(part for part in parts.values() if part)) > room:
+            if (name := next(left_out, None)) is None:
                 break
+            parts.pop(name)
         self._progress.update(self._task, completed=step.step, description=line)
 
     def _evaluation(self, evaluation: Evaluation) -> None:
