@@ -32,6 +32,20 @@ FAMILIES: dict[str, Family] = {
 _PLANNED = f"these can be planned: {', '.join(sorted(FAMILIES))}"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Counted:
+    """What was counted of a model that has no closed form: parameters of its layers (of the transformer layers their
+    mean), the shapes of each layer's parameters from the embedding to the head, and the settings that rebuild it."""
+
+    embedding: int
+    layer: int
+    head: int
+    matrices_of_layer: int
+    largest_of_layer: int
+    tables: tuple[Mapping[str, tuple[int, ...]], ...]
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, because it is a key of many small caches
 class ModelSpec:
     """The shape of a decoder. `architecture` is its `model_type` in transformers, which `settings` rebuild it with."""
@@ -51,9 +65,10 @@ class ModelSpec:
     head_norms: Norms = "none"
     experts: int = 1
     experts_used: int = 1  # for each token
+    counted: Counted | None = None  # instead of the closed forms
 
     def __post_init__(self) -> None:
-        if self.architecture not in FAMILIES:
+        if self.architecture not in FAMILIES and self.counted is None:
             raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_PLANNED}")
         for key in ("layers", "width", "heads", "kv_heads", "head_width", "inner", "vocabulary", "positions"):
             if getattr(self, key) < 1:
@@ -67,8 +82,8 @@ class ModelSpec:
 
     @cached_property
     def family(self) -> Family:
-        """The family whose operations a layer runs."""
-        return FAMILIES[self.architecture]
+        """The family whose operations a layer runs, or is taken to run."""
+        return FAMILIES.get(self.architecture, "llama") if self.counted is None else "llama"
 
     @cached_property
     def query_width(self) -> int:
@@ -83,12 +98,16 @@ class ModelSpec:
     @cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the first layer of the chain, a tied output projection included."""
+        if self.counted is not None:
+            return self.counted.embedding
         positions = self.positions * self.width if self.family == "gpt2" else 0
         return self.vocabulary * self.width + positions
 
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer."""
+        if self.counted is not None:
+            return self.counted.layer
         d, q, kv, inner = self.width, self.query_width, self.kv_width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner + 4 * d + inner + d + 4 * d  # matrices, their biases, two LayerNorms
@@ -100,6 +119,8 @@ class ModelSpec:
     @cached_property
     def head_parameters(self) -> int:
         """Parameters of the final norm, and of the output projection unless it is tied."""
+        if self.counted is not None:
+            return self.counted.head
         norm = 2 * self.width if self.family == "gpt2" else self.width
         return norm + (0 if self.tied else self.vocabulary * self.width)
 
@@ -111,12 +132,16 @@ class ModelSpec:
     @cached_property
     def largest_of_layer(self) -> int:
         """Scalars of the largest single tensor of a transformer layer."""
+        if self.counted is not None:
+            return self.counted.largest_of_layer
         matrix = self.width * self.inner * (2 * self.experts if self.experts > 1 else 1)
         return max(matrix, self.width * self.query_width * (3 if self.family == "gpt2" else 1))
 
     @cached_property
     def matrices_of_layer(self) -> int:
         """Scalars in the matrices of a transformer layer; norms and biases are never quantized or offloaded."""
+        if self.counted is not None:
+            return self.counted.matrices_of_layer
         d, inner = self.width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner
@@ -125,6 +150,8 @@ class ModelSpec:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of the architecture's configuration class in transformers, without dropout."""
+        if self.counted is not None:
+            return dict(self.counted.settings)
         if self.family == "gpt2":
             return {
                 "n_layer": self.layers,
@@ -158,6 +185,12 @@ class ModelSpec:
                 settings |= {"moe_intermediate_size": self.inner, "num_experts": self.experts}
             settings["num_experts_per_tok"] = self.experts_used
         return settings
+
+
+def has_closed_form(values: Mapping[str, Any]) -> bool:
+    """Whether `from_config` can read a `config.json`; it takes all layers to be alike."""
+    dense_layers = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
+    return values.get("model_type") in FAMILIES and not dense_layers
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
@@ -196,6 +229,8 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
         )
     width, heads = need("hidden_size"), need("num_attention_heads")
     experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind)
+    if kind == "qwen3_moe" and "num_experts" not in values:
+        experts = "num_local_experts"  # as transformers 5 writes it
     return ModelSpec(
         name=name,
         architecture=kind,
@@ -217,6 +252,11 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 
 def read_config(path: Path) -> ModelSpec:
     """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
+    return from_config(config_values(path), str(path))
+
+
+def config_values(path: Path) -> dict[str, Any]:
+    """The settings in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -226,4 +266,4 @@ def read_config(path: Path) -> ModelSpec:
         raise ConfigError(f"model configuration '{file}' cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"model configuration '{file}' is not an object of settings")
-    return from_config(values, str(path))
+    return values
