@@ -169,6 +169,7 @@ QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set
 # A row of README's table of commands -> the arguments that are run, in that order and in one folder. `--push` is tested
 # in tests/integrations.
 TYPED = {
+    "blocktrain init [FILE] [--model PATH --data SOURCE]": ["init"],
     "blocktrain train CONFIG [--set a.b=c ...] [--out DIR]": ["train", *QUICK, "--out", "run"],
     "blocktrain resume DIR": ["resume", "run", "--set", "precision=bf16-exact"],
     "torchrun --nproc-per-node 8 -m blocktrain train CONFIG": [

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from blocktrain.errors import ConfigError
-from blocktrain.stopping import FullLength, Observation, Plateau, RuleState, RunLimit, VisitRule
+from blocktrain.stopping import FullLength, Observation, Plateau, RuleState, RunLimit, VisitRule, best_evaluation
 from blocktrain.units import BatchGeometry, Duration
 
 PACE = BatchGeometry(tokens_per_step=10, rows_per_step=2, rows_per_epoch=20)
@@ -109,8 +109,10 @@ def test_an_unknown_loss_to_watch():
         Plateau(watch="test")  # pyright: ignore[reportArgumentType]
 
 
-def reached(limit: RunLimit, *, step: int = 0, seconds: float = 0.0, loss: float | None = None) -> str | None:
-    return limit.reached(step=step, seconds=seconds, validation_loss=loss, geometry=PACE)
+def reached(
+    limit: RunLimit, *, step: int = 0, seconds: float = 0.0, loss: float | None = None, best: RuleState | None = None
+) -> str | None:
+    return limit.reached(step=step, seconds=seconds, validation_loss=loss, geometry=PACE, best=best or {})
 
 
 def test_a_run_ends_by_its_duration():
@@ -141,6 +143,30 @@ def test_whichever_comes_first():
 
 def test_without_a_limit_a_run_goes_on():
     assert reached(RunLimit(), step=10**9, seconds=1e9, loss=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [
+        ([3.0, 2.0, 1.0, 0.5], None),
+        ([3.0, 2.0, 2.5, 1.9, 2.0], None),
+        ([3.0, 2.0, 2.0, float("nan")], "has not improved for 2 evaluations (lowest: 2 at step 20)"),
+        ([float("nan"), float("inf")], "has not improved for 2 evaluations (lowest: never finite)"),
+    ],
+)
+def test_a_run_ends_when_its_patience_does(losses: list[float], end: str | None):
+    best: RuleState = {}
+    found = None
+    for index, loss in enumerate(losses):
+        assert found is None
+        best = best_evaluation(best, loss=loss, step=10 * (index + 1))
+        found = reached(RunLimit(patience=2), best=best)
+    assert found == (None if end is None else f"validation loss {end}")
+
+
+def test_patience_must_be_positive():
+    with pytest.raises(ConfigError, match="patience must be at least 1 evaluation, not 0"):
+        RunLimit(patience=0)
 
 
 def test_hours_must_be_positive():

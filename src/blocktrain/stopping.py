@@ -6,6 +6,7 @@ uninterrupted run would have.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -99,6 +100,14 @@ class Plateau:
         return state, None
 
 
+def best_evaluation(best: RuleState, *, loss: float, step: int) -> RuleState:
+    """The lowest validation loss of a run (`loss`), its `step`, and how many evaluations there were `since`, after one
+    more evaluation. `best` is what it was before; empty at first. A loss that is not finite is never the best."""
+    if math.isfinite(loss) and loss < best.get("loss", math.inf):
+        return {"loss": loss, "step": step, "since": 0}
+    return {**best, "since": best.get("since", 0) + 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunLimit:
     """When the run stops (paper Algorithm 1, line 10): at the first of these limits, or at the end of the schedule.
@@ -106,24 +115,39 @@ class RunLimit:
     duration: the total number of steps, tokens or epochs.
     target_loss: the validation loss to reach.
     hours: wall-clock hours, summed over all sessions of a resumed run.
+    patience: the number of evaluations in a row without a validation loss below the lowest one so far (early stopping).
+        Each evaluation that is the best so far is then followed by a checkpoint, which `export --checkpoint best`
+        takes. The evaluation before the first step does not count.
     """
 
     duration: Duration | None = None
     target_loss: float | None = None
     hours: float | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"patience must be at least 1 evaluation, not {self.patience}")
         if self.hours is not None and not self.hours > 0:
             raise ConfigError(f"hours must be positive, not {self.hours:g}")
 
     def reached(
-        self, *, step: int, seconds: float, validation_loss: float | None, geometry: BatchGeometry
+        self,
+        *,
+        step: int,
+        seconds: float,
+        validation_loss: float | None,
+        geometry: BatchGeometry,
+        best: RuleState,
     ) -> str | None:
-        """The reason why the run is over, or None."""
+        """The reason why the run is over, or None. best: what `best_evaluation` gave after the last evaluation."""
         if self.duration is not None and step >= self.duration.in_steps(geometry):
             return f"{self.duration} done"
         if self.target_loss is not None and validation_loss is not None and validation_loss <= self.target_loss:
             return f"validation loss {validation_loss:.4g} reached the target {self.target_loss:g}"
         if self.hours is not None and seconds >= 3600 * self.hours:
             return f"{self.hours:g} hours are over"
+        if self.patience is not None and best.get("since", 0) >= self.patience:
+            lowest = f"{best['loss']:.4g} at step {best['step']:.0f}" if "loss" in best else "never finite"
+            return f"validation loss has not improved for {self.patience} evaluations (lowest: {lowest})"
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +55,25 @@ def test_a_pipe_gets_the_run_its_blocks_and_a_line_at_each_evaluation() -> None:
 def test_a_terminal_gets_a_live_line_of_the_step() -> None:
     text = shown(HEADER, STEP, terminal=True)
     assert "step 4/10  loss 2.500  block 0  visit 2  sweep 1" in text
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_a_narrow_terminal_keeps_the_bar_and_the_time_left(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns the line was cut off before the time left, and the bar had no room at all."""
+    clock = iter(range(0, 1000, 60))
+    monkeypatch.setattr("blocktrain.cli.live.time.perf_counter", lambda: float(next(clock)))
+    header = replace(HEADER, steps_planned=20_000)
+    steps = [replace(STEP, step=index, tokens=64 * index) for index in (12_344, 12_345)]
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    with LiveLine(console, torch.device("cpu")) as live:
+        for record in (header, *steps):
+            live(record)
+    line = next(line for line in out.getvalue().replace("\r", "\n").splitlines() if "step 12345/20000" in line)
+    assert "━━━" in line
+    assert re.search(r"left \d+d \d+h|left \d+h", line)
+    assert ("visit 2" in line, "loss 2.5" in line) == (width == 120, width >= 60)
+    assert len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip()) <= width
 
 
 def test_a_skipped_step_does_not_count_in_the_smoothed_loss() -> None:

@@ -131,8 +131,9 @@ def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path:
 BAD = {
     "unknown key": (
         ["--set", "optimizer.learning_rate=1"],
-        "unknown key 'optimizer.learning_rate'; known: decay, in_backward, lr",
+        "unknown key 'optimizer.learning_rate'; here 'learning_rate' is optimizer.lr",
     ),
+    "key like none": (["--set", "optimizer.zzz=1"], "unknown key 'optimizer.zzz'; known: decay, in_backward, lr"),
     "mistyped key": (
         ["--set", "optimizer.weight_deacy=1"],
         "unknown key 'optimizer.weight_deacy'; did you mean 'weight_decay'?",

@@ -310,3 +310,17 @@ def test_rates_of_a_rented_machine_that_nobody_published_are_marked(capsys: pyte
     assert found["rates"]["kind"] == "published"
     assert set(found["rates"]["other_kinds"]) == {"kernel_seconds", "host_memory_bytes", "disk_bytes"}
     assert "disk 3 GB/s (assumed)" in found["assumptions"][0]
+
+
+@pytest.mark.parametrize("width", ["40", "60", "80", "100"])
+def test_no_value_is_cut_off_in_a_narrow_terminal(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 60 columns a cost was "$70...", and at 40 the memory "19...."."""
+    monkeypatch.setenv("COLUMNS", width)
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "rtx4090", "--tokens", "1B"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= int(width)
+    for value in ("bf16-exact", "$39.82", "19.9 G", "14.8 GiB", "23.3 s", "B-F 4.23", "$70.34"):
+        assert value in text.replace("\n", " "), value

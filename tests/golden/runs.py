@@ -115,6 +115,7 @@ batch_rows = 4
 [checkpoint]
 every = "5 steps"
 keep = 2
+keep_best = false  # which one it is would depend on the last digits of a loss
 """
 
 # Every row of a small subset comes twice in a visit, and again in the other visits of its sweep.

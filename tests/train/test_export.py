@@ -26,6 +26,8 @@ from blocktrain.train.export import ExportDtype, export
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import override
 
+from ..run_events import events_of
+
 Weights = dict[str, torch.Tensor]
 
 pytestmark = pytest.mark.usefixtures("uncounted")
@@ -252,3 +254,56 @@ def test_data_sets_of_the_hub_are_facts(tiny, tmp_path: Path, monkeypatch: pytes
     data = build(tiny(), tmp_path).data
     assert DataFacts.of(data, TextConfig(source="owner/data:main", validation="data/mine")).datasets == ("owner/data",)
     assert DataFacts.of(data, tiny().data).datasets == ()
+
+
+def test_the_best_checkpoint_is_kept_and_exported(tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest two checkpoints were all that a run kept, so the model with the lowest validation loss was gone."""
+    overrides = ["optimizer.lr=0.3", "learning_rate.shape=constant", "evaluation.every=2 steps", "stop.patience=4"]
+    run = bt.run(tiny(*overrides, "schedule.visit=20 steps", "checkpoint.every=500 steps"), tmp_path / "run")
+    scores = {event["step"]: event["loss"] for event in events_of(run.path, "evaluation") if event["step"]}
+    best = min(scores, key=scores.__getitem__)
+    (end,) = events_of(run.path, "end")
+    assert end["steps"] == best + 2 * 4, "it stops four evaluations after the best one"
+    assert f"has not improved for 4 evaluations (lowest: {scores[best]:.4g} at step {best})" in end["reason"]
+    found = checkpoints(run.checkpoints)
+    assert [int(path.name.removeprefix("step-")) for path in found] == [best, end["steps"]]
+    for which in ("best", "newest", str(best)):
+        assert main(["export", str(run.path), str(tmp_path / which), "--checkpoint", which]) == 0
+    shown = capsys.readouterr().out
+    assert f"exported step {best} (validation loss {scores[best]:.4f}) to" in shown
+    exported = {which: weights_of(tmp_path / which) for which in ("best", "newest", str(best))}
+    saved = safetensors.torch.load_file(found[0] / "weights-0.safetensors")
+    for name, weight in saved.items():
+        assert torch.equal(exported["best"][name], weight)
+        assert torch.equal(exported[str(best)][name], weight)
+    assert any(not torch.equal(exported["newest"][name], weight) for name, weight in saved.items())
+    assert f"{scores[best]:.4f}" in (tmp_path / "best" / "README.md").read_text()
+
+
+def test_a_checkpoint_that_is_not_there(tiny, tmp_path: Path) -> None:
+    run = bt.run(tiny("stop.duration=2 steps", "checkpoint.keep_best=false"), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="has no checkpoint '7'; choose newest, best or a step: 2"):
+        export(run, tmp_path / "model", checkpoint="7")
+    rewrite(checkpoints(run.checkpoints)[-1], progress={"evaluated": 1})
+    with pytest.raises(CheckpointError, match="none is known to be the best; choose a step: 2"):
+        export(run, tmp_path / "model", checkpoint="best")
+
+
+def test_the_best_of_the_checkpoints_is_not_the_best_of_the_run(
+    tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["optimizer.lr=0.3", "learning_rate.shape=constant", "evaluation.every=2 steps"]
+    run = bt.run(tiny(*overrides, "schedule.visit=20 steps", "checkpoint.every=20 steps"), tmp_path / "run")
+    assert main(["export", str(run.path), str(tmp_path / "model"), "--checkpoint", "best"]) == 0
+    assert "where no checkpoint was written" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_best(tiny, tmp_path: Path) -> None:
+    """It is resumed and exported as before."""
+    run = bt.run(tiny("stop.duration=2 steps"), tmp_path / "run")
+    newest = checkpoints(run.checkpoints)[-1]
+    manifest = json.loads((newest / "checkpoint.json").read_text())
+    del manifest["progress"]["best"], manifest["sha256"]
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (newest / "checkpoint.json").write_text(json.dumps({**manifest, "sha256": digest}))
+    assert read_header(newest).progress.best == {}

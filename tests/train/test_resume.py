@@ -34,6 +34,7 @@ VARIANTS = {
     "suffix visits": ["schedule.span=suffix", "precision=bf16-exact", "optimizer.state=disk"],
     "rows and parts of layers": ["blocks.largest=2000", "schedule.visit=2 steps", "schedule.sweeps=1"],
     "plateau": ["schedule.plateau.patience=1 steps", "schedule.plateau.threshold=0.5", "schedule.sweeps=2"],
+    "early stopping": ["optimizer.lr=0.3", "evaluation.every=1 steps", "stop.patience=6", "schedule.visit=9 steps"],
     "micro-batches, shuffled": ["batch.micro_rows=2", "schedule.order=shuffled", "blocks.frozen_dropout=true"],
 }
 

@@ -13,17 +13,16 @@ def compare(options: argparse.Namespace) -> int:
     from contextlib import ExitStack
 
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.cli.session import command_line, live_line, numbered_folder
+    from blocktrain.cli.session import command_line, live_line, load_config, numbered_folder
     from blocktrain.cli.show_runs import price_of_card, show_comparison
     from blocktrain.compare.compare import Search
     from blocktrain.compare.compare import compare as compare_methods
     from blocktrain.errors import ConfigError, Interrupted
     from blocktrain.integrations.trackers import Trackers
     from blocktrain.parallel.ranks import launched_rank
-    from blocktrain.train.config import RunConfig
 
     quiet_libraries()
-    config = RunConfig.load(options.config, options.overrides)
+    config = load_config(options)
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods:
         raise ConfigError("--methods names none; write for example --methods full,bcd")

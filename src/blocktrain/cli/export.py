@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from blocktrain.cli.command import Command, add_run_folder
 from blocktrain.parse import output_path
@@ -22,6 +23,7 @@ def export(options: argparse.Namespace) -> int:
     from blocktrain.cli.live import quiet_libraries
     from blocktrain.integrations.card import write_card
     from blocktrain.integrations.hub import check_repository, push
+    from blocktrain.train.checkpoint import find_checkpoint, read_header
     from blocktrain.train.export import export as export_run
     from blocktrain.train.run_folder import RunFolder
 
@@ -29,16 +31,19 @@ def export(options: argparse.Namespace) -> int:
         check_repository(options.push)
     quiet_libraries()
     folder = RunFolder(options.run)
+    folder.require_resumable()
+    progress = read_header(find_checkpoint(folder.checkpoints, options.checkpoint)).progress
     out = export_run(
         folder,
         options.out,
+        checkpoint=options.checkpoint,
         dtype=options.dtype,
         accepts_nonfinite=options.force,
-        also=lambda place: write_card(folder, place),
+        also=lambda place: write_card(folder, place, options.checkpoint),
     )
     address = None if options.push is None else push(out, options.push, public=options.public)
     if options.json:
-        print(json.dumps({"exported": str(out), "pushed": address}))
+        print(json.dumps({"exported": str(out), "step": progress.step, "pushed": address}))
         return 0
     saved = json.loads((out / "config.json").read_text())
     (name,) = saved.get("architectures") or [None]
@@ -48,7 +53,13 @@ def export(options: argparse.Namespace) -> int:
         loader = next((loader for end, loader in LOADERS.items() if name.endswith(end)), name)
         how = f"load it with {loader}.from_pretrained({str(out)!r})"
     dtype = f" in {saved['dtype']}" if "dtype" in saved else ""
-    print(f"exported to {out}{dtype}; {how}")
+    loss = f" (validation loss {progress.score['loss']:.4f})" if progress.evaluated == progress.step else ""
+    print(f"exported step {progress.step}{loss} to {out}{dtype}; {how}")
+    if options.checkpoint == "best" and progress.best.get("loss", math.inf) < progress.score["loss"]:
+        print(
+            f"The lowest validation loss was {progress.best['loss']:.4f} at step {progress.best['step']:.0f}, where no "
+            "checkpoint was written; to have one there, set stop.patience, or checkpoint.every = evaluation.every"
+        )
     if address is not None:
         print(f"pushed to {address}")
     return 0
@@ -57,6 +68,12 @@ def export(options: argparse.Namespace) -> int:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_run_folder(parser)
     parser.add_argument("out", type=output_path, metavar="OUT", help="a new folder")
+    parser.add_argument(
+        "--checkpoint",
+        default="newest",
+        metavar="WHICH",
+        help="newest, best (the lowest validation loss), or the number of a step (default: %(default)s)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),

@@ -9,10 +9,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
-from blocktrain.records.run_records import Evaluation, Record, RunHeader, Step
+from blocktrain.records.run_records import Evaluation, Record, RunEnd, RunHeader, Step
 from blocktrain.runtime import peak_memory_bytes
 from blocktrain.units import format_bytes, format_count, format_seconds
+
+# Parts of the live line that a narrow terminal has no room for, the first to be left out first.
+LEFT_OUT_FIRST = ("visit", "sweep", "memory", "block", "rate", "loss")
 
 
 def quiet_libraries() -> None:
@@ -37,9 +41,10 @@ class LiveLine:
         self._header: RunHeader | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=50)  # (time, tokens) of the last steps
         self._smoothed: float | None = None
+        self._bar_width = 24 if console.width >= 100 else 10
         self._progress = Progress(
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=self._bar_width),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
             refresh_per_second=4,
@@ -56,7 +61,7 @@ class LiveLine:
             self._progress.stop()
 
     def __call__(self, record: Record) -> None:
-        """Show one record; kinds other than these three are not shown."""
+        """Show one record; kinds other than these four are not shown."""
         match record:
             case RunHeader():
                 self._start(record)
@@ -64,6 +69,8 @@ class LiveLine:
                 self._step(record)
             case Evaluation():
                 self._evaluation(record)
+            case RunEnd():
+                self.console.print(f"  ended: {record.reason}", markup=False, highlight=False)
             case _:
                 pass
 
@@ -95,18 +102,23 @@ class LiveLine:
         header, total = self._header, self._header.steps_planned
         (then, before), (now, after) = self._recent[0], self._recent[-1]
         rate = (after - before) / (now - then) if now > then else 0.0
-        parts = [
-            f"step {step.step}" + (f"/{total}" if total else ""),
-            f"loss {self._smoothed:.3f}" if self._smoothed is not None else "",
-            f"block {step.block}",
-            f"visit {step.visit}",
-            f"sweep {step.sweep}",
-            f"{format_count(round(rate))} {header.unit}/s",
-            format_bytes(peak_memory_bytes(self.device)),
-        ]
+        parts = {
+            "step": f"step {step.step}" + (f"/{total}" if total else ""),
+            "loss": f"loss {self._smoothed:.3f}" if self._smoothed is not None else "",
+            "block": f"block {step.block}",
+            "visit": f"visit {step.visit}",
+            "sweep": f"sweep {step.sweep}",
+            "rate": f"{format_count(round(rate))} {header.unit}/s",
+            "memory": format_bytes(peak_memory_bytes(self.device)),
+        }
         if total and rate:
-            parts.append(f"left {format_seconds((total - step.step) * header.tokens_per_step / rate)}")
-        line = "  ".join(part for part in parts if part)
+            parts["left"] = f"left {format_seconds((total - step.step) * header.tokens_per_step / rate)}"
+        room = self.console.width - self._bar_width - 1
+        left_out = iter(LEFT_OUT_FIRST)
+        while len(line := "  ".join(part for part in parts.values() if part)) > room:
+            if (name := next(left_out, None)) is None:
+                break
+            parts.pop(name)
         self._progress.update(self._task, completed=step.step, description=line)
 
     def _evaluation(self, evaluation: Evaluation) -> None:

@@ -31,9 +31,9 @@ from blocktrain.plan.hardware import (
 )
 from blocktrain.plan.layout import TRAINING_METHODS, TrainingMethod, find_precision
 from blocktrain.plan.outcome import Outcome
-from blocktrain.plan.presets import find_model
+from blocktrain.plan.presets import MODEL_PRESETS, find_model
 from blocktrain.plan.shapes import cut_up_to
-from blocktrain.plan.spec import ModelSpec
+from blocktrain.plan.spec import ModelSpec, config_values, from_config, has_closed_form
 from blocktrain.units import Dollars, format_bytes, parse_span, parse_tokens
 
 
@@ -77,7 +77,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request, Price | None]:
     """The request that the options describe, and the price of its cards; raises `ConfigError` for bad input."""
-    spec = find_model(options.model)
+    spec = _spec(options.model)
     for name in ("seq", "gpus", "nodes", "rows", "cache_epochs"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
@@ -126,6 +126,23 @@ def request_of(options: argparse.Namespace, hardware: Hardware) -> tuple[Request
         budget=Dollars.parse(options.budget) if options.budget else None,
         deadline=parse_span(options.deadline) if options.deadline else None,
     ), price
+
+
+def _spec(name: str) -> ModelSpec:
+    """A preset, or the model of a `config.json`, a folder with one, or a name on the hub. Only the last, and what has
+    no closed form, imports PyTorch."""
+    path = Path(name).expanduser()
+    is_on_hub = "/" in name and not name.endswith(".json") and not path.exists()
+    if name.lower() in MODEL_PRESETS or not (path.exists() or is_on_hub):
+        return find_model(name)
+    if not is_on_hub and has_closed_form(values := config_values(path)):
+        return from_config(values, name)
+    from blocktrain.cli.live import quiet_libraries
+    from blocktrain.train.count_spec import count_spec, hub_config
+
+    quiet_libraries()
+    values = hub_config(name) if is_on_hub else config_values(path)
+    return from_config(values, name) if has_closed_form(values) else count_spec(values, name)
 
 
 def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Capacity]:

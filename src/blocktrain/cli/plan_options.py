@@ -28,7 +28,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=output_path, metavar="FILE", help=words)
 
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="a preset, or a config.json or folder of Hugging Face"
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a preset, a config.json or folder of Hugging Face, or a hub name",
     )
     parser.add_argument("--tokens", required=True, metavar="10B", help="tokens that full training would see")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="rtx4090, a100-80, ... or this-machine")

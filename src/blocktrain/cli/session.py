@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,21 @@ from blocktrain.integrations.trackers import Trackers
 from blocktrain.parallel.ranks import is_launched, launched_rank
 from blocktrain.runtime import pick_device
 from blocktrain.train.config import RunConfig
+from blocktrain.train.pretrained_defaults import pretrained_defaults
 from blocktrain.train.run_folder import RunFolder
+from blocktrain.train.toml_dataclasses import read_toml
 from blocktrain.train.trainer import Listener
+
+
+def load_config(options: argparse.Namespace) -> RunConfig:
+    """The configuration that the options name. What it leaves out and pretrained weights decide is shown."""
+    values = read_toml(options.config, options.overrides)
+    config, chosen = RunConfig.from_mapping(values), pretrained_defaults(values)
+    if chosen:
+        keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in chosen.items())
+        console = Console(stderr=options.json, quiet=launched_rank() > 0)
+        console.print(f"defaults for pretrained weights: {keys}", markup=False, highlight=False)
+    return config
 
 
 def live_line(config: RunConfig, options: argparse.Namespace) -> LiveLine:

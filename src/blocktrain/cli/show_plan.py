@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from blocktrain.plan.fit import Candidate
 from blocktrain.plan.layout import Layout
@@ -26,6 +28,9 @@ from blocktrain.units import format_bytes, format_count
 
 MOST_LAYOUTS = 8
 NARROW = 96  # columns; below, tables leave out what matters less
+SIDE_BY_SIDE = 72  # columns; below, the time of a step stands below its memory
+# Columns of the layouts that a narrower terminal has no room for, the first to be left out first.
+LEFT_OUT_FIRST = ("ckpt", "limit", "cache", "micro", "dxpxs", "time")
 
 
 def show(outcome: Outcome, console: Console, verified: float | None) -> None:
@@ -38,7 +43,7 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
         highlight=False,
     )
     if outcome.fit.candidates:
-        console.print(_layouts(outcome, console.width))
+        console.print(_layouts(outcome, console))
         best = outcome.fit.candidates[0]
         if memory_savers(best) != DASH:
             console.print(f"Layout 1 also saves memory by: {memory_savers(best)}", highlight=False)
@@ -58,7 +63,7 @@ def show(outcome: Outcome, console: Console, verified: float | None) -> None:
             )
     else:
         _nothing_fits(outcome, console)
-    console.print(_alternatives(outcome, console.width))
+    console.print(_alternatives(outcome, console))
     console.print("\nWhat this rests on", style="bold")
     for line in assumptions(outcome):
         console.print(f"- {line}", style="dim", highlight=False)
@@ -68,8 +73,26 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _layouts(outcome: Outcome, width: int) -> Table:
-    """One row per layout."""
+def _fits(table: Table, console: Console) -> bool:
+    """Whether no cell of the table would be cut off."""
+    return Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width
+
+
+def _layouts(outcome: Outcome, console: Console) -> Table:
+    """One row per layout, with the columns that there is room for."""
+    hidden = {"host", "tok/s", "step"} if console.width < NARROW else set()
+    if outcome.request.cards == 1:
+        hidden.add("dxpxs")
+    table = _layout_table(outcome, hidden)
+    for name in LEFT_OUT_FIRST:
+        if _fits(table, console):
+            break
+        hidden.add(name)
+        table = _layout_table(outcome, hidden)
+    return table
+
+
+def _layout_table(outcome: Outcome, hidden: Collection[str]) -> Table:
     table = _table("\nLayouts that fit, best first")
     columns: dict[str, Callable[[Candidate], str]] = {
         "blocks": lambda item: {"full": "full", "offload": "offl."}.get(item.layout.method, str(item.layout.blocks)),
@@ -86,9 +109,6 @@ def _layouts(outcome: Outcome, width: int) -> Table:
         "cost": lambda item: money(item.dollars),
         "limit": lambda item: binding(outcome, item),
     }
-    hidden = {"host", "tok/s", "step"} if width < NARROW else set()
-    if outcome.request.cards == 1:
-        hidden.add("dxpxs")
     columns = {name: read for name, read in columns.items() if name not in hidden}
     table.add_column("")
     for heading in columns:
@@ -96,9 +116,12 @@ def _layouts(outcome: Outcome, width: int) -> Table:
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for number, item in enumerate(outcome.fit.candidates[:MOST_LAYOUTS], 1):
         table.add_row(str(number), *(read(item) for read in columns.values()))
-    table.caption = "micro: rows at a time; ckpt: activation checkpointing"
-    if outcome.request.cards > 1:
-        table.caption += "\ndxpxs: data-parallel ranks x pipeline stages x shards"
+    words = {
+        "micro": "micro: rows at a time",
+        "ckpt": "ckpt: activation checkpointing",
+        "dxpxs": "dxpxs: data-parallel ranks x pipeline stages x shards",
+    }
+    table.caption = "; ".join(text for name, text in words.items() if name in columns)
     table.caption_justify = "left"
     return table
 
@@ -106,9 +129,10 @@ def _layouts(outcome: Outcome, width: int) -> Table:
 def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
     """Memory in the worst phase of a step and the time of a step, side by side."""
     table = _table(f"\nLayout 1: memory at its peak ({best.memory.phase}), and the time of a step")
-    for justify in ("left", "right", "left", "left", "right", "left"):
+    is_wide = width >= SIDE_BY_SIDE
+    for justify in ("left", "right", "left") * (2 if is_wide else 1):
         table.add_column(justify=justify)
-    bar = max(8, min(24, (width - 60) // 2))
+    bar = max(8, min(24, (width - 60) // 2 if is_wide else width - 40))
     card = outcome.request.capacity.card
     memory = [(name, size, size / card) for name, size in best.memory.parts.items() if size >= 0.5]
     seconds = best.step.seconds
@@ -117,6 +141,12 @@ def _parts(outcome: Outcome, best: Candidate, width: int) -> Table:
     memory.append(("total", best.memory.peak, best.memory.peak / card))
     memory += [(f"host: {name}", size, -1.0) for name, size in best.memory.host.items()]
     memory += [(f"disk: {name}", size, -1.0) for name, size in best.memory.disk.items()]
+    if not is_wide:
+        for rows, text in ((memory, format_bytes), (steps, lambda size: f"{size:.3g} s")):
+            for index in range(len(rows)):
+                table.add_row(*_cells(rows, index, bar, text))
+            table.add_section()
+        return table
     for index in range(max(len(memory), len(steps))):
         cells = [*_cells(memory, index, bar, format_bytes), *_cells(steps, index, bar, lambda size: f"{size:.3g} s")]
         table.add_row(*cells)
@@ -135,19 +165,24 @@ def _cells(
     return name, text(size), f"[cyan]{'█' * round(share * width)}[/cyan]{'░' * (width - round(share * width))}"
 
 
-def _alternatives(outcome: Outcome, width: int) -> Table:
-    """One row per other way. A narrow terminal has no room for the time of a step."""
+def _alternatives(outcome: Outcome, console: Console) -> Table | Group:
+    """One row per other way. A narrow terminal has no room for the time of a step, and a narrower one for a table."""
     table = _table("\nThe same tokens by other means")
     headings = ("memory", "step", "time", "cost", "break-even")
-    shown = [index for index, name in enumerate(headings) if name != "step" or width >= NARROW]
+    shown = [index for index, name in enumerate(headings) if name != "step" or console.width >= NARROW]
     table.add_column("", no_wrap=True)
     table.add_column("cards", no_wrap=True)
     for index in shown:
         table.add_column(headings[index], justify="right", no_wrap=True)
+    lines = []
     for item in outcome.alternatives:
         most = "" if item.candidate is not None else "up to "
-        cells = alternative_cells(item)
-        table.add_row(item.label, f"{most}{item.cards} {item.card}", *(cells[index] for index in shown))
+        cells, cards = alternative_cells(item), f"{most}{item.cards} {item.card}"
+        table.add_row(item.label, cards, *(cells[index] for index in shown))
+        figures = ", ".join(f"{headings[index]} {cells[index]}".strip() for index in shown if cells[index])
+        lines.append(f"- {item.label}, {cards}: {figures}")
+    if not _fits(table, console):
+        return Group(Text("\nThe same tokens by other means", style="bold"), *(Text(line) for line in lines))
     table.caption = "break-even: the B-F multiplier up to which layout 1 is cheaper"
     table.caption_justify = "left"
     return table

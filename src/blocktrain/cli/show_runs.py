@@ -22,7 +22,7 @@ from blocktrain.report.multiplier import loss_of, multipliers, multipliers_text
 from blocktrain.report.page import write_report
 from blocktrain.report.run import RunRecord
 from blocktrain.report.summary import summaries_of
-from blocktrain.report.summary_table import table
+from blocktrain.report.summary_table import columns, rows, table
 
 
 def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
@@ -37,7 +37,13 @@ def show_runs(folders: Sequence[Path], page: Path, *, as_json: bool) -> None:
     compared = multipliers(runs, [item.name for item in summaries])
     console = Console()
     console.print()
-    console.print(table(summaries))
+    if console.width >= TABLE_WIDTH:
+        console.print(table(summaries))
+    else:
+        headings = columns(summaries)
+        for row in rows(summaries):
+            cells = [f"{name} {cell}" for name, cell in zip(headings, row.cells, strict=True) if cell.strip()]
+            console.print(f"{row.label.strip()}: {', '.join(cells)}", markup=False, highlight=False)
     if compared:
         text = multipliers_text(compared, runs[0].header.unit, loss_of(runs)[0])
         console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
@@ -55,6 +61,7 @@ def figures_of(runs: Sequence[RunRecord], page: Path) -> dict[str, Any]:
     return {"runs": [item.to_json() for item in summaries], "multipliers": figures, "report": str(page)}
 
 
+TABLE_WIDTH = 72  # columns of a terminal; a narrower one gets a line for each quantity, so that no figure is cut off
 MOST_COLUMNS = 3  # runs whose figures a terminal shows side by side
 
 

@@ -10,12 +10,13 @@ from blocktrain.cli.command import Command, add_configuration
 def train(options: argparse.Namespace) -> int:
     """Train to the end, then write the report and print the table."""
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.cli.session import command_line, listening, numbered_folder, show_end
-    from blocktrain.train.config import RunConfig
+    from blocktrain.cli.session import command_line, listening, load_config, numbered_folder, show_end
     from blocktrain.train.run import run
 
+    if options.print_config:
+        return print_config(options)
     quiet_libraries()
-    config = RunConfig.load(options.config, options.overrides)
+    config = load_config(options)
     out = options.out or numbered_folder(config.name)
     with listening(config, out, options) as listeners:
         folder = run(config, out, listeners=listeners, command=command_line())
@@ -23,10 +24,29 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
+def print_config(options: argparse.Namespace) -> int:
+    """Print the configuration with every key, as TOML or JSON, and run nothing."""
+    import json
+
+    from blocktrain.plan.configure import toml
+    from blocktrain.train.config import RunConfig
+
+    values = RunConfig.load(options.config, options.overrides).to_mapping()
+    print(json.dumps(values, indent=1) if options.json else toml(values).strip())
+    return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_configuration(parser)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the configuration with every key as TOML, and do not train"
+    )
+
+
 TRAIN = Command(
     name="train",
     help="train as a configuration says, into a new run folder",
-    add_options=add_configuration,
+    add_options=_add_options,
     run=train,
     trains=True,
 )

@@ -17,11 +17,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 
 from blocktrain.chain.resnet import ResNet
 from blocktrain.data.facts import DataFacts
-from blocktrain.errors import CheckpointError
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
-from blocktrain.train.checkpoint import checkpoints, read_header, step_of
+from blocktrain.train.checkpoint import find_checkpoint, read_header, step_of
 from blocktrain.train.config import RunConfig
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.units import format_bytes, format_count, format_seconds
@@ -55,19 +54,17 @@ were measured on {hardware}.
 """
 
 
-def write_card(folder: RunFolder, out: Path) -> None:
-    """Write `out/README.md` for the newest checkpoint of the run in `folder`, with the header that the hub reads."""
-    (out / "README.md").write_text(card(folder), encoding="utf-8")
+def write_card(folder: RunFolder, out: Path, checkpoint: str = "newest") -> None:
+    """Write `out/README.md` for a checkpoint of the run in `folder`, with the header that the hub reads."""
+    (out / "README.md").write_text(card(folder, checkpoint), encoding="utf-8")
 
 
-def card(folder: RunFolder) -> str:
-    """The text of the card. Raises `CheckpointError` where the run has no checkpoint yet."""
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        raise CheckpointError(f"'{folder.path}' has no checkpoint yet, so there is no model to describe")
-    step = step_of(found[-1])
+def card(folder: RunFolder, checkpoint: str = "newest") -> str:
+    """The text of the card. Raises `CheckpointError` where the run has no such checkpoint (`find_checkpoint`)."""
+    chosen = find_checkpoint(folder.checkpoints, checkpoint)
+    step = step_of(chosen)
     run, config = RunRecord.load(folder.path), folder.config()
-    facts = DataFacts.from_mapping(read_header(found[-1]).facts)
+    facts = DataFacts.from_mapping(read_header(chosen).facts)
     evaluation = next((row for row in reversed(run.evaluations) if row.step <= step), None)
     environment = run.details.get("environment", {})
     hardware = [str(environment[key]) for key in ("device", "processor", "platform") if environment.get(key)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from blocktrain.errors import ConfigError
@@ -84,8 +85,21 @@ def toml(values: dict[str, Any], head: str = "") -> str:
 
 
 def _lines(values: dict[str, Any], prefix: str) -> list[str]:
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for key, value in values.items():
         if isinstance(value, dict):
-            lines += ["", f"[{prefix}{key}]", *_lines(value, f"{prefix}{key}.")]
+            lines += ["", f"[{prefix}{_key(key)}]", *_lines(value, f"{prefix}{_key(key)}.")]
     return lines
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    """A plain value or a list in TOML, whose infinity is spelled otherwise than JSON's."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{_key(key)} = {_value(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -149,6 +149,11 @@ def assumptions(outcome: Outcome) -> list[str]:
         f"{format_bytes(request.capacity.host)} of host memory per card, "
         f"{format_bytes(request.capacity.disk)} of disk per node.",
     ]
+    if request.spec.counted is not None:
+        lines.append(
+            f"Model: '{request.spec.architecture}' has no closed form. Its parameters and the FLOPs of a forward pass "
+            "are counted; activations are those of Llama layers with as many FLOPs. Compare with --verify."
+        )
     candidates = outcome.fit.candidates
     if candidates:
         best = candidates[0].layout

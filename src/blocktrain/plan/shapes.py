@@ -43,13 +43,16 @@ class ChainShapes:
 @lru_cache(maxsize=256)
 def shapes(spec: ModelSpec) -> ChainShapes:
     """The chain of a whole model: embedding, transformer layers, head."""
+    names = ["embedding", *(f"layers.{index}" for index in range(spec.layers)), "head"]
+    if spec.counted is not None:
+        tables = [{key: ParameterShape(shape) for key, shape in table.items()} for table in spec.counted.tables]
+        return ChainShapes(layers=tuple(map(LayerName, names)), owned=tuple(tables))
     table = {"embed.weight": (spec.vocabulary, spec.width)}
     if spec.family == "gpt2":
         table["positions.weight"] = (spec.positions, spec.width)
     norm = {"norm.weight": (spec.width,)} | ({"norm.bias": (spec.width,)} if spec.family == "gpt2" else {})
     head = norm | ({} if spec.tied else {"lm_head.weight": (spec.vocabulary, spec.width)})
     inner = _gpt2_layer(spec) if spec.family == "gpt2" else _llama_layer(spec)
-    names = ["embedding", *(f"layers.{index}" for index in range(spec.layers)), "head"]
     tables = [table, *[inner] * spec.layers, head]
     return ChainShapes(
         layers=tuple(map(LayerName, names)),

@@ -33,6 +33,20 @@ MOST, MOST_LAYERS = 10**7, 10**4  # of anything in a model; the planner's work g
 _PLANNED = f"these can be planned: {', '.join(sorted(FAMILIES))}"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Counted:
+    """What was counted of a model that has no closed form: parameters of its layers (of the transformer layers their
+    mean), the shapes of each layer's parameters from the embedding to the head, and the settings that rebuild it."""
+
+    embedding: int
+    layer: int
+    head: int
+    matrices_of_layer: int
+    largest_of_layer: int
+    tables: tuple[Mapping[str, tuple[int, ...]], ...]
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, because it is a key of many small caches
 class ModelSpec:
     """The shape of a decoder. `architecture` is its `model_type` in transformers, which `settings` rebuild it with."""
@@ -52,9 +66,10 @@ class ModelSpec:
     head_norms: Norms = "none"
     experts: int = 1
     experts_used: int = 1  # for each token
+    counted: Counted | None = None  # instead of the closed forms
 
     def __post_init__(self) -> None:
-        if self.architecture not in FAMILIES:
+        if self.architecture not in FAMILIES and self.counted is None:
             raise ConfigError(f"{self.name}: model_type '{self.architecture}' is unknown; {_PLANNED}")
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -65,8 +80,8 @@ class ModelSpec:
 
     @cached_property
     def family(self) -> Family:
-        """The family whose operations a layer runs."""
-        return FAMILIES[self.architecture]
+        """The family whose operations a layer runs, or is taken to run."""
+        return FAMILIES.get(self.architecture, "llama") if self.counted is None else "llama"
 
     @cached_property
     def query_width(self) -> int:
@@ -81,12 +96,16 @@ class ModelSpec:
     @cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the first layer of the chain, a tied output projection included."""
+        if self.counted is not None:
+            return self.counted.embedding
         positions = self.positions * self.width if self.family == "gpt2" else 0
         return self.vocabulary * self.width + positions
 
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer."""
+        if self.counted is not None:
+            return self.counted.layer
         d, q, kv, inner = self.width, self.query_width, self.kv_width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner + 4 * d + inner + d + 4 * d  # matrices, their biases, two LayerNorms
@@ -98,6 +117,8 @@ class ModelSpec:
     @cached_property
     def head_parameters(self) -> int:
         """Parameters of the final norm, and of the output projection unless it is tied."""
+        if self.counted is not None:
+            return self.counted.head
         norm = 2 * self.width if self.family == "gpt2" else self.width
         return norm + (0 if self.tied else self.vocabulary * self.width)
 
@@ -109,12 +130,16 @@ class ModelSpec:
     @cached_property
     def largest_of_layer(self) -> int:
         """Scalars of the largest single tensor of a transformer layer."""
+        if self.counted is not None:
+            return self.counted.largest_of_layer
         matrix = self.width * self.inner * (2 * self.experts if self.experts > 1 else 1)
         return max(matrix, self.width * self.query_width * (3 if self.family == "gpt2" else 1))
 
     @cached_property
     def matrices_of_layer(self) -> int:
         """Scalars in the matrices of a transformer layer; norms and biases are never quantized or offloaded."""
+        if self.counted is not None:
+            return self.counted.matrices_of_layer
         d, inner = self.width, self.inner
         if self.family == "gpt2":
             return 4 * d * d + 2 * d * inner
@@ -123,6 +148,8 @@ class ModelSpec:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of the architecture's configuration class in transformers, without dropout."""
+        if self.counted is not None:
+            return dict(self.counted.settings)
         if self.family == "gpt2":
             return {
                 "n_layer": self.layers,
@@ -156,6 +183,12 @@ class ModelSpec:
                 settings |= {"moe_intermediate_size": self.inner, "num_experts": self.experts}
             settings["num_experts_per_tok"] = self.experts_used
         return settings
+
+
+def has_closed_form(values: Mapping[str, Any]) -> bool:
+    """Whether `from_config` can read a `config.json`; it takes all layers to be alike."""
+    dense_layers = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
+    return values.get("model_type") in FAMILIES and not dense_layers
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
@@ -205,6 +238,8 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
         )
     width, heads = need("hidden_size"), need("num_attention_heads")
     experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(kind)
+    if kind == "qwen3_moe" and "num_experts" not in values:
+        experts = "num_local_experts"  # as transformers 5 writes it
     return ModelSpec(
         name=name,
         architecture=kind,
@@ -226,6 +261,11 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 
 def read_config(path: Path) -> ModelSpec:
     """The shape in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
+    return from_config(config_values(path), str(path))
+
+
+def config_values(path: Path) -> dict[str, Any]:
+    """The settings in a `config.json`, or in a folder that contains one; raises `ConfigError`."""
     file = path / "config.json" if path.is_dir() else path
     if file.exists() and not file.is_file():
         raise ConfigError(f"model configuration '{file}' is not a file: it is a folder, a pipe or a device")
@@ -237,4 +277,4 @@ def read_config(path: Path) -> ModelSpec:
         raise ConfigError(f"model configuration '{file}' cannot be read: {error.strerror}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"model configuration '{file}' is not an object of settings")
-    return from_config(values, str(path))
+    return values

@@ -20,7 +20,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class TrainerState:
     run_over: str | None = None
     evaluated: int | None = None  # step of the last evaluation
     score: dict[str, Any] = field(default_factory=dict)  # its figures
+    best: RuleState = field(default_factory=dict)  # the best evaluation so far, see `stopping.best_evaluation`
     techniques: dict[str, Any] = field(default_factory=dict)  # the state of each that has one, by name
     micro_rows: int | None = None  # what `batch.micro_rows = "auto"` came to
     header: dict[str, Any] = field(default_factory=dict)  # the run's header record: how it is trained at present
@@ -100,6 +102,43 @@ def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
     return sorted(found, key=step_of)
+
+
+def best_checkpoint(among: Sequence[Path]) -> Path | None:
+    """The checkpoint with the lowest validation loss, the first of equals. Those that are damaged, and those that were
+    not written right after an evaluation, have none."""
+    losses: dict[Path, float] = {}
+    for path in among:
+        with suppress(CheckpointError):
+            progress = read_header(path).progress
+            if progress.evaluated == progress.step and "loss" in progress.score and progress.has_finite_loss:
+                losses[path] = progress.score["loss"]
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def find_checkpoint(folder: Path, which: str = "newest") -> Path:
+    """The "newest" checkpoint in `folder`, the "best" one (`best_checkpoint`), or that of a step, by its number. Raises
+    `CheckpointError` where there is none."""
+    found = checkpoints(folder)
+    if not found:
+        raise CheckpointError(
+            f"'{folder.parent}' has no checkpoint yet; train first: blocktrain resume {folder.parent}"
+        )
+    if which == "newest":
+        return found[-1]
+    steps = ", ".join(str(step_of(path)) for path in found)
+    if which == "best":
+        best = best_checkpoint(found)
+        if best is None:
+            raise CheckpointError(
+                f"no checkpoint of '{folder.parent}' was written right after an evaluation, so none is known to be the "
+                f"best; choose a step: {steps}; and set checkpoint.every to a multiple of evaluation.every next time"
+            )
+        return best
+    for path in found:
+        if str(step_of(path)) == which:
+            return path
+    raise CheckpointError(f"'{folder.parent}' has no checkpoint '{which}'; choose newest, best or a step: {steps}")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -156,11 +195,17 @@ def blocks_to_write(folder: Path, step: int, *, partition: Partition, trained: C
 
 
 def save_checkpoint(
-    folder: Path, saved: CheckpointHeader, *, partition: Partition, trained: CheckpointSource, keep: int
+    folder: Path,
+    saved: CheckpointHeader,
+    *,
+    partition: Partition,
+    trained: CheckpointSource,
+    keep: int,
+    keep_best: bool = False,
 ) -> Path:
-    """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep`; raises `StorageError` and leaves the older
-    ones as they were when there is no room. A checkpoint of this step that exists already is kept: it holds the same
-    state."""
+    """Write `folder/step-NNNNNNNN`, then remove all but the newest `keep` and, with `keep_best`, the best one; raises
+    `StorageError` and leaves the older ones as they were when there is no room. A checkpoint of this step that exists
+    already is kept: it holds the same state."""
     target = folder / f"step-{saved.progress.step:08d}"
     existing = checkpoints(folder)
     if target in existing:
@@ -195,7 +240,8 @@ def save_checkpoint(
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        for old in [*existing, target][:-keep]:
+        best = best_checkpoint([*existing, target]) if keep_best else None
+        for old in [path for path in [*existing, target][:-keep] if path != best]:
             hidden = old.with_name(f".{old.name}.old")  # gone at once, whatever happens while its files are deleted
             os.rename(old, hidden)
             shutil.rmtree(hidden)
@@ -209,7 +255,7 @@ def read_header(path: Path) -> CheckpointHeader:
 
 def _header(manifest: Mapping[str, Any]) -> CheckpointHeader:
     progress = manifest["progress"]
-    if set(progress) != {item.name for item in fields(TrainerState)}:
+    if {*progress, "best"} != {item.name for item in fields(TrainerState)}:  # earlier versions noted no best
         raise CheckpointError(f"the checkpoint's progress has fields {sorted(progress)}; it is of another version")
     return CheckpointHeader(
         progress=TrainerState(**progress),

@@ -34,6 +34,8 @@ from blocktrain.train.config_tables import (
     ScheduleConfig,
     TrackingConfig,
 )
+from blocktrain.train.familiar_names import our_names
+from blocktrain.train.pretrained_defaults import with_pretrained_defaults
 from blocktrain.train.toml_dataclasses import from_mapping, override, read_toml, to_mapping
 
 LONGEST_NAME = 100  # letters of a run's name
@@ -85,7 +87,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.schedule.sweeps is None and self.stop == RunLimit():
-            raise ConfigError("the run would never end: set schedule.sweeps, or stop.duration, target_loss or hours")
+            raise ConfigError(
+                "the run would never end: set schedule.sweeps, or stop.duration, target_loss, patience or hours"
+            )
         if not self.name.isprintable() or self.name.strip(". ") == "" or len(self.name) > LONGEST_NAME:
             raise ConfigError(
                 f"name must be 1 to {LONGEST_NAME} printable characters, not {self.name[: LONGEST_NAME + 1]!r}"
@@ -130,7 +134,12 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Read nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first."""
+        """Read nested dictionaries, as `to_mapping` gives them. Imports the modules that `imports` names first. Keys
+        that are left out get the defaults of `pretrained_defaults` where the run goes on from pretrained weights."""
+        names = our_names([key for key in values if key != "learning_rate" or not isinstance(values[key], Mapping)])
+        if names:
+            raise ConfigError(f"keys of another trainer: {names}; 'blocktrain config' shows every key")
+        values = with_pretrained_defaults(values)
         imports = values.get("imports") or ()
         if not isinstance(imports, list | tuple) or not all(isinstance(module, str) for module in imports):
             raise ConfigError(

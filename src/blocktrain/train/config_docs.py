@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
@@ -16,15 +17,33 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from blocktrain.data import DATA_KINDS
 from blocktrain.train.config import RunConfig
+from blocktrain.train.pretrained_defaults import PRECISION, RATE, SHAPE
 from blocktrain.train.toml_dataclasses import LISTS, TABLES
 from blocktrain.units import Duration
 
-PREAMBLE = """# Configuration
+PRETRAINED = "\n".join(
+    f"| `{key}` | `{json.dumps(value)}` | {condition} |"
+    for defaults, condition in (
+        (RATE, "the optimizer is Adam or AdamW"),
+        (SHAPE, "`schedule.sweeps` or `stop.duration` gives the run's length"),
+        (PRECISION, "it runs on a GPU and `optimizer.tail` is not set"),
+    )
+    for key, value in defaults.items()
+)
+PREAMBLE = f"""# Configuration
 
 A run is one TOML file. Each table below is a dataclass of the package, and this page is written from them:
 `blocktrain config` prints it. An unknown key or a wrong value is an error that names the nearest right one; `--set
 table.key=value` overrides a key from the command line. A key without a default must be given; "none" is what a key is
 when it is left out. A duration is text: `"100 steps"`, `"2M tokens"`, `"1 epoch"`.
+
+The defaults below are those of a run from random weights. A run from the weights at `model.path` has others:
+
+| key | default | if |
+|---|---|---|
+{PRETRAINED}
+
+A key that is given wins. `train` shows in its first lines what was chosen, and `train --print-config` shows every key.
 """
 
 

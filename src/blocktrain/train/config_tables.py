@@ -196,10 +196,13 @@ class CheckpointConfig:
 
     every: how often, beside the end and an interruption.
     keep: how many stay, the newest ones.
+    keep_best: beside these, keep the one with the lowest validation loss, for `export --checkpoint best`. Only those
+        that were written right after an evaluation have one.
     """
 
     every: Duration = Duration.steps(500)
     keep: int = 2
+    keep_best: bool = True
 
     def __post_init__(self) -> None:
         if self.keep < 1:

@@ -1,4 +1,4 @@
-"""Exports the newest checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
+"""Exports a checkpoint to a folder that `from_pretrained` loads: safetensors, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
 from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError, storage_errors
-from blocktrain.train.checkpoint import TrainerState, checkpoints, load_exact_weights, read_header
+from blocktrain.train.checkpoint import TrainerState, find_checkpoint, load_exact_weights, read_header
 from blocktrain.train.context import load_model_for
 from blocktrain.train.run_folder import RunFolder
 from blocktrain.train.toml_dataclasses import to_mapping
@@ -31,6 +31,7 @@ def export(
     folder: RunFolder,
     out: Path,
     *,
+    checkpoint: str = "newest",
     dtype: ExportDtype | None = None,
     accepts_nonfinite: bool = False,
     also: Callable[[Path], None] | None = None,
@@ -38,6 +39,7 @@ def export(
     """Write the trained model to `out`, which must not exist or be empty; it appears whole or not at all.
     The training data are not needed.
 
+    checkpoint: "newest", "best" (`find_checkpoint`) or a step's number.
     dtype: of the weights; None for that of the weights that training began with at `model.path`, and fp32 where it
         began at random ones. fp32 is bit for bit what training arrived at, whatever the precision; other dtypes are
         rounded to nearest.
@@ -52,23 +54,21 @@ def export(
     folder.require_resumable()
     config = folder.config()
     out = Path(os.path.realpath(out))  # `Path.resolve` raises an error of its own for a link to itself
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        raise CheckpointError(f"'{folder.path}' has no checkpoint yet; train first: blocktrain resume {folder.path}")
-    header = read_header(found[-1])
+    chosen = find_checkpoint(folder.checkpoints, checkpoint)
+    header = read_header(chosen)
     if not accepts_nonfinite:
-        _require_finite_loss(found[-1], header.progress)
+        _require_finite_loss(chosen, header.progress)
     if not header.facts:
         raise CheckpointError(
-            f"'{found[-1]}' was written by an earlier version of blocktrain, which did not keep what an export needs; "
+            f"'{chosen}' was written by an earlier version of blocktrain, which did not keep what an export needs; "
             "train again with this version"
         )
     facts = DataFacts.from_mapping(header.facts)
     model = load_model_for(config.model, facts)
     tokenizer = facts.load_tokenizer()
-    load_exact_weights(found[-1], model)
+    load_exact_weights(chosen, model)
     if not accepts_nonfinite:
-        _require_finite_weights(model, found[-1])
+        _require_finite_weights(model, chosen)
     _round(model, _default_dtype(config.model) if dtype is None else DTYPES[dtype])
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):

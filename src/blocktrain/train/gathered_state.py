@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 
 def write_checkpoint(
-    context: TrainingContext, source: CheckpointSource, folder: Path, header: CheckpointHeader, *, keep: int
+    context: TrainingContext, source: CheckpointSource, folder: Path, header: CheckpointHeader
 ) -> None:
     """`save_checkpoint` on rank 0; the other ranks hand over what they have. Collective."""
-    ranks, partition, step = context.ranks, context.partition, header.progress.step
+    ranks, partition, step, kept = context.ranks, context.partition, header.progress.step, context.config.checkpoint
     if isinstance(source, GatheredState):
         wanted = ranks.rank0_broadcast(lambda: blocks_to_write(folder, step, partition=partition, trained=source))
         if not ranks.is_rank0:
             for index in wanted:
                 source.fetch(index)
     if ranks.is_rank0:
-        save_checkpoint(folder, header, partition=partition, trained=source, keep=keep)
+        save_checkpoint(folder, header, partition=partition, trained=source, keep=kept.keep, keep_best=kept.keep_best)
 
 
 class BlockContents(NamedTuple):

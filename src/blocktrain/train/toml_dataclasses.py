@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.parse import parse_toml, shown
+from blocktrain.train.familiar_names import our_names
 from blocktrain.units import Duration
 
 T = TypeVar("T")
@@ -47,7 +48,8 @@ def from_mapping(
     known = {field.name: hints[field.name] for field in fields if field.name not in built}
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown key '{_join(where, key)}'; {nearest(key, [*known, *also_known])}")
+            hint = our_names([key]) or nearest(key, [*known, *also_known])
+            raise ConfigError(f"unknown key '{_join(where, key)}'; {hint}")
     converted = {key: _convert(known[key], value, _join(where, key)) for key, value in values.items()}
     for field in fields:
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -81,6 +83,11 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ConfigError(f"configuration '{path}' is not a file: it is a folder, a pipe or a device")
+    if path.suffix.lower() in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"configuration '{path}' is not TOML, by its name: write the same tables and keys as TOML; 'blocktrain "
+            "init' writes a file to start from, and 'blocktrain config' shows every key"
+        )
     try:
         values = parse_toml(path.read_text(encoding="utf-8"), f"configuration '{path}'")
     except FileNotFoundError:

@@ -29,7 +29,7 @@ from blocktrain.records.log import EventLog, NoLog
 from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
 from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
-from blocktrain.stopping import Observation
+from blocktrain.stopping import Observation, best_evaluation
 from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, checkpoints, load_checkpoint, read_header
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.evaluate import evaluate
@@ -223,7 +223,8 @@ class Trainer:
                 resume_hint = f"blocktrain resume {shlex.quote(str(self.folder.path))}"
                 resume_hint = f"go on with: {resume_hint}" if saved else "this method keeps no checkpoints"
                 raise Interrupted(f"stopped at step {progress.step}; {resume_hint}", signal_number=signal_number)
-            if progress.step % save_every == 0:
+            is_best = is_evaluated and config.stop.patience is not None and progress.best["since"] == 0
+            if is_best or progress.step % save_every == 0:
                 self._save()
         state_bytes = self.context.ranks.all_gather([module.state_bytes()])
         progress.optimizer_bytes = max(progress.optimizer_bytes, *(int(count) for (count,) in state_bytes))
@@ -252,7 +253,11 @@ class Trainer:
         if progress.visit_over is None and progress.visit_step >= visit.duration.in_steps(context.geometry):
             progress.visit_over = f"{visit.duration} done"
         progress.run_over = context.config.stop.reached(
-            step=progress.step, seconds=seconds, validation_loss=validation, geometry=context.geometry
+            step=progress.step,
+            seconds=seconds,
+            validation_loss=validation,
+            geometry=context.geometry,
+            best=progress.best,
         )
 
     # -- its parts ------------------------------------------------------------------------------------------------
@@ -265,6 +270,8 @@ class Trainer:
         with self._advise(f"while evaluating {rows} rows at a time (evaluation.batch_rows)"):
             score, samples = evaluate(self.context, module.model, step=progress.step)
         progress.evaluated, progress.score = progress.step, score.to_event()
+        if progress.step:
+            progress.best = best_evaluation(progress.best, loss=score.loss, step=progress.step)
         place = {"step": progress.step, "tokens": progress.tokens, "visit": progress.visit, "block": block}
         self._emit(Evaluation(**place, seconds=self._seconds(), **progress.score))
         for sample in samples:
@@ -286,8 +293,7 @@ class Trainer:
             config=config.to_mapping(),
             facts=asdict(self.context.facts),
         )
-        keep = self.context.config.checkpoint.keep
-        write_checkpoint(self.context, source, self.folder.checkpoints, header, keep=keep)
+        write_checkpoint(self.context, source, self.folder.checkpoints, header)
         return True
 
     def _advise(self, doing: str):
