@@ -120,10 +120,26 @@ ENTRIES = {
         ),
     )
 }
-SAMPLE = ("gpt2", "qwen3", "mixtral", "zamba2", "gemma4_text", "xglm", "jetmoe", "t5", "BERT", "ViT", "ResNet-8 (ours)")
-LARGER_SAMPLE = sorted(
-    {*list(ENTRIES)[::8], "gemma3", "gemma3n_text", "biogpt", "xlnet", "nanochat", "zaya", "whisper"}
+SAMPLE = ("gpt2", "qwen3", "gemma4_text", "xglm", "jetmoe", "t5", "BERT", "ViT", "ResNet-8 (ours)")
+LARGER_SAMPLE = (
+    "mixtral",
+    "zamba2",
+    "gemma3",
+    "gemma3n_text",
+    "biogpt",
+    "xlnet",
+    "nanochat",
+    "zaya",
+    "whisper",
+    "hy_v4",
+    "xmod",
 )
+# What does not work in the samples: layers that read what another one computed cannot be run from stored hidden states.
+KNOWN: dict[str, set[str]] = {
+    **{name: {"cache"} for name in ("gemma3n_text", "hy_v4", "whisper", "zaya")},
+    # Several layers read the same bias of positions: checkpointing adds their gradients of it in another order.
+    "t5": {"cache", "checkpointing"},
+}
 BLIND = "its masks do not follow from position ids; set chat.layout = 'padded'"
 
 
@@ -362,7 +378,7 @@ HEAD = """\
 
 {passing} of the {built} causal language models that transformers {version} builds from a tiny configuration
 ({share:.1%}; it names {all}) pass all of the first seven checks. Written by `python -m tests.test_models`, on tiny
-random models, in fp32 on a CPU. `pytest tests/test_models.py` runs samples and compares them with this page.
+random models, in fp32 on a CPU. `pytest tests/test_models.py` runs samples.
 
 - **partition**: three blocks hold every parameter that training changes, each once.
 - **full**: two steps with one block are two steps of `AdamW`, bit for bit, dropout included.
@@ -385,14 +401,16 @@ stays as it is, which is logged.
 
 
 @pytest.mark.parametrize("line", SAMPLE)
-def test_a_sample_of_the_page_is_what_the_checks_find(line: str) -> None:
-    assert row(line) in PAGE.read_text().splitlines(), outcome(line)
+def test_a_model_passes_its_checks(line: str) -> None:
+    failed = {check for check in SEVEN if outcome(line)[check] is not None}
+    assert failed == KNOWN.get(line, set()), outcome(line)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LARGER_SAMPLE)
-def test_a_larger_sample_of_the_page_is_what_the_checks_find(line: str) -> None:
-    assert row(line) in PAGE.read_text().splitlines(), outcome(line)
+def test_a_model_of_the_larger_sample_passes_its_checks(line: str) -> None:
+    failed = {check for check in SEVEN if outcome(line)[check] is not None}
+    assert failed == KNOWN.get(line, set()), outcome(line)
 
 
 def test_the_page_has_every_causal_language_model() -> None:
