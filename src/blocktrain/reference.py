@@ -25,11 +25,11 @@ def split_into_submodels(chain: Sequence[Sequence[nn.Module]], sizes: Sequence[i
 
 
 def parameters_of(submodels: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
-    """The parameters of each submodel. A tied parameter belongs to the first submodel that uses it."""
+    """The parameters of each submodel that require gradients. A tied one belongs to the first submodel that uses it."""
     taken: set[nn.Parameter] = set()
     groups = []
     for modules in submodels:
-        group = [p for module in modules for p in module.parameters()]
+        group = [p for module in modules for p in module.parameters() if p.requires_grad]
         groups.append([p for p in dict.fromkeys(group) if p not in taken])
         taken.update(group)
     return groups
@@ -57,7 +57,8 @@ def train(
         for i in range(len(parameters)):  #                                  line 4: select submodel i_k cyclically
             end = i + 1 if span == "block" else len(parameters)
             active = [p for group in parameters[i:end] for p in group]
-            model.eval()  # frozen layers: no dropout, BatchNorm does not move
+            # Frozen layers: no dropout, BatchNorm does not move.
+            model.train(len(active) == sum(map(len, parameters)))
             for p in model.parameters():  #                                  line 5: freeze submodel_j, j != i_k
                 p.requires_grad_(False)
                 p.grad = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +59,16 @@ def test_an_unknown_model_is_refused_with_the_way_out():
 
     with pytest.raises(PartitionError, match=r"layers of Unknown are not known.*layers=\{"):
         find_chain(Unknown())
+
+
+def test_a_compiled_model_is_refused_with_the_way_out():
+    with pytest.raises(PartitionError, match=r"result of torch\.compile.*model\._orig_mod"):
+        find_chain(torch.compile(resnet(8), backend="eager"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_quantized_model_is_refused_with_the_way_out():
+    """As transformers marks a model that it has loaded through bitsandbytes."""
+    model: Any = resnet(8)
+    model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    with pytest.raises(PartitionError, match=r"quantized \(bitsandbytes\).*without a quantization_config"):
+        find_chain(model)

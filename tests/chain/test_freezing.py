@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
@@ -14,6 +15,7 @@ from blocktrain.chain.partition import partition
 from blocktrain.modules.recompute import Recomputed
 from blocktrain.modules.wrap import wrappers_of
 
+from ..tiny_configurations import tiny
 from ..tiny_models import checkpoint_activations, gpt2, llama
 
 TOKENS = torch.arange(32).reshape(2, 16) % 64
@@ -196,3 +198,15 @@ def test_hugging_faces_checkpointing_is_taken_over_and_handed_back():
     release(parts)
     assert switched_on() == theirs
     assert not any("forward" in vars(m) for m in parts.model.modules())
+
+
+def test_with_all_blocks_active_the_dropout_of_a_container_acts_as_in_ordinary_training():
+    """XGLM drops out embeddings in the code that contains its layers, which stayed in eval mode."""
+    model = hf.AutoModelForCausalLM.from_config(tiny("xglm"))
+    whole, thirds = partition(model, num_blocks=1), partition(model, num_blocks=3)
+    activate(whole, whole[0])
+    assert model.model.training
+    assert model.training
+    activate(thirds, thirds[0])
+    assert not model.model.training
+    assert not model.training

@@ -9,9 +9,11 @@ import torch
 import transformers as hf
 from torch import nn
 
+from blocktrain.chain.boundary import BoundaryError, BoundaryRunner
 from blocktrain.chain.discovery import find_chain
 from blocktrain.errors import PartitionError
 
+from ..tiny_configurations import tiny
 from ..tiny_models import DEEPSEEK
 
 COMMON: dict[str, Any] = {
@@ -169,10 +171,50 @@ def test_experts_in_lists_as_long_as_the_model_are_not_taken_for_its_layers():
     assert [layer.name for layer in find_chain(model).layers][1] == "transformer.h.0"
 
 
-def test_an_encoder_with_decoder_is_refused_by_its_two_lists():
-    config = hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=3, num_heads=4)
-    with pytest.raises(PartitionError, match=r"one list of its 3 layers.*encoder\.block, decoder\.block"):
-        find_chain(hf.T5ForConditionalGeneration(config))
+def test_an_encoder_with_decoder_is_one_chain_whose_decoder_reads_the_encoder():
+    config = hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    chain = find_chain(hf.T5ForConditionalGeneration(config))
+    assert {layer.name: list(layer.modules) for layer in chain.layers} == {
+        "embedding": ["encoder.embed_tokens", "encoder.dropout"],
+        "encoder.block.0": ["encoder.block.0"],
+        "encoder.block.1": [
+            "encoder.block.1",
+            "encoder.final_layer_norm",
+            "decoder.embed_tokens",
+            "decoder.dropout",
+        ],
+        "decoder.block.0": ["decoder.block.0"],
+        "decoder.block.1": ["decoder.block.1"],
+        "head": ["decoder.final_layer_norm", "lm_head"],
+    }
+    assert list(chain.owned[0]) == ["encoder.embed_tokens.weight"]
+    assert {(2, 3), (2, 4)} <= chain.reads
+
+
+def test_what_reads_images_stays_as_it_is_and_is_named(caplog: pytest.LogCaptureFixture):
+    """AutoModelForCausalLM gives Gemma 3 with its vision tower: its layers were not found."""
+    chain = find_chain(hf.AutoModelForCausalLM.from_config(tiny("gemma3")))
+    assert [layer.name for layer in chain.layers][:2] == ["embedding", "model.language_model.layers.0"]
+    assert "does not use model.vision_tower, model.multi_modal_projector of Gemma3ForConditional" in caplog.text
+    towers = ("model.vision_tower.", "model.multi_modal_projector.")
+    assert chain.untrained == {name for name, _ in chain.model.named_parameters() if name.startswith(towers)}
+
+
+def test_a_model_whose_code_asks_for_numbers_runs_itself_and_stays_as_it_is():
+    """JetMoE asks how many tokens each expert got, which a copy without memory cannot say."""
+    model = hf.AutoModelForCausalLM.from_config(tiny("jetmoe")).train()
+    model.model.norm.requires_grad_(False)
+    random_state = torch.get_rng_state()
+    assert len(find_chain(model).layers) == 5
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_parameter_beside_the_layers_belongs_to_the_embedding():
+    """Zaya's container of layers has scales of its own: they were in no layer."""
+    chain = find_chain(hf.AutoModelForCausalLM.from_config(tiny("zaya")))
+    assert {"model.input_hidden_states_scale", "model.input_hidden_states_bias"} <= chain.owned[0].keys()
 
 
 class Rewired(hf.LlamaForCausalLM):
@@ -215,22 +257,51 @@ def skipping(layers, x):
     [
         (backwards, r"in the order \[2, 1, 0\]"),
         (lambda layers, x: layers[0](x), r"in the order \[0\]"),
-        (scaled_between, r"'model\.layers\.1' of Rewired does not start from the output of the layer before it"),
-        (skipping, r"'model\.layers\.2' of Rewired reads more of the tokens than the hidden states"),
         (lambda layers, x: x.no_such_method(), r"forward pass over 8 tokens failed \(AttributeError"),
     ],
-    ids=["backwards", "one layer only", "scaled between", "skip connection", "fails"],
+    ids=["backwards", "one layer only", "fails"],
 )
 def test_what_is_no_chain_is_refused_and_says_why(monkeypatch: pytest.MonkeyPatch, route, message: str):
+    with pytest.raises(PartitionError, match=message):
+        find_chain(rewired(monkeypatch, route))
+
+
+def rewired(monkeypatch: pytest.MonkeyPatch, route) -> nn.Module:
     monkeypatch.setattr(Rewired, "route", staticmethod(route))
     model = Rewired(hf.LlamaConfig(**LLAMA))
     model.model.layers = nn.ModuleList(Mix() for _ in range(3))
-    with pytest.raises(PartitionError, match=message):
-        find_chain(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("route", "reads", "refused_at"),
+    [
+        (scaled_between, set(), []),
+        (skipping, {(1, 3)}, [2, 3]),
+        (lambda layers, x: layers[2](layers[1](layers[0](x), extra=x), extra=x), {(0, 2), (0, 3)}, []),
+    ],
+    ids=["scaled between", "skip connection", "embeddings read again"],
+)
+def test_what_a_layer_reads_beside_its_hidden_states(monkeypatch: pytest.MonkeyPatch, route, reads, refused_at):
+    """What the embedding put out is computed again in a run from a boundary; what another layer did is missing."""
+    chain = find_chain(rewired(monkeypatch, route))
+    assert chain.reads == reads
+    batch, runner = {"input_ids": torch.randint(0, 96, (2, 5))}, BoundaryRunner(chain)
+    refused = []
+    for boundary in (1, 2, 3, 4):
+        try:
+            runner.check(batch, boundary)
+        except BoundaryError as error:
+            assert "'model.layers.2' of Rewired reads what 'model.layers.0' puts out" in str(error)  # noqa: PT017
+            refused.append(boundary)
+    assert refused == refused_at
+    if (0, 3) in reads:
+        with pytest.raises(BoundaryError, match=r"'model\.layers\.2' of Rewired reads what 'embedding' puts out"):
+            runner.require_own_inputs(3)
 
 
 def test_a_module_with_parameters_that_never_runs_is_named():
     model = build("llama", tied=False)
     model.add_module("value_head", nn.Linear(32, 1))
-    with pytest.raises(PartitionError, match=r"'value_head' of LlamaForCausalLM has parameters but runs neither"):
+    with pytest.raises(PartitionError, match=r"'value_head' of LlamaForCausalLM has parameters but does not run"):
         find_chain(model)

@@ -161,3 +161,36 @@ def test_settings_of_another_type_are_an_error(saved: Path, settings: dict[str, 
 def test_a_model_larger_than_memory_is_refused_before_it_is_built() -> None:
     with pytest.raises(ConfigError, match=r"'gpt2' takes .* TiB in fp32, and .* of memory are free"):
         load_model(ModelConfig(architecture="gpt2", config={"n_embd": 2**20, "n_head": 2, "n_layer": 4}))
+
+
+def test_a_larger_tokenizer_is_an_error_that_names_the_key_and_with_it_new_embeddings(
+    saved: Path, caplog: pytest.LogCaptureFixture
+):
+    with pytest.raises(ConfigError, match=r"vocabulary \(64\) is smaller .*\(70\); set model.resize_vocabulary = true"):
+        load_model(ModelConfig(path=str(saved)), vocab_size=70)
+    model: Any = load_model(ModelConfig(path=str(saved), resize_vocabulary=True), vocab_size=70)
+    assert "the model had 64 embeddings; it now has 70" in caplog.text
+    assert model.config.vocab_size == 70
+    assert model.lm_head.weight is model.transformer.wte.weight
+    own = hf.GPT2LMHeadModel.from_pretrained(saved).transformer.wte.weight
+    assert torch.equal(model.transformer.wte.weight[:64], own)
+    assert model(input_ids=torch.tensor([[69]])).logits.shape == (1, 1, 70)
+
+
+@pytest.mark.parametrize("where", ["path", "architecture"])
+def test_the_attention_is_the_one_that_is_named(saved: Path, where: str):
+    named: dict[str, Any] = (
+        {"path": str(saved)} if where == "path" else {"architecture": "gpt2", "config": {**SIZES, "n_layer": 2}}
+    )
+    for attention in ("eager", "sdpa"):
+        model: Any = load_model(ModelConfig(**named, attention=attention))
+        assert model.config._attn_implementation == attention
+    for missing in ("flash_attention_2", "no_such_attention"):
+        with pytest.raises(ConfigError, match=r"(cannot be loaded|makes no 'gpt2').*(?i:flash|no_such_attention)"):
+            load_model(ModelConfig(**named, attention=missing))
+
+
+def test_a_gguf_file_is_refused_with_the_way_out(tmp_path: Path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"is a gguf file.*gguf_file='model.gguf'"):
+        load_model(ModelConfig(path=str(tmp_path / "model.gguf")))

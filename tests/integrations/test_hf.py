@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from ..run_events import Crash
+from ..tiny_configurations import tiny
 from .conftest import CrashAt
 
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import blocktrain as bt
 from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError
@@ -292,6 +293,19 @@ def test_train_called_again_goes_on_with_the_visits(make) -> None:
         ConfigError, match=r"'transformer.wpe.weight' has requires_grad = False.*make a new BlockTrainer"
     ):
         trainer.train()
+
+
+def test_a_model_that_also_reads_images_trains_its_text_part_and_train_can_be_called_again(rows, tmp_path) -> None:
+    """Its vision tower is in no block, although it requires gradients before and after."""
+    model = AutoModelForCausalLM.from_config(tiny("gemma3"))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=3, report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = BlockTrainer(model, args, train_dataset=rows(), blocks=Blocks(count=3))
+    trainer.train()
+    trainer.train()
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert changed == {name for name in before if name.startswith(("model.language_model.", "lm_head."))}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(make) -> None:

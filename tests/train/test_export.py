@@ -128,7 +128,7 @@ def test_a_tokenizer_does_not_say_how_it_was_loaded(shared_data: Path, tmp_path:
 def test_a_run_that_diverged_is_not_exported(tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run whose last step blew up ended without an error, and its weights were exported without a word."""
     with pytest.raises(NonFiniteError, match="has ended, but its validation loss is nan"):
-        bt.run(tiny("stop.duration=1 steps", "optimizer.lr=1e38", "learning_rate.shape=constant"), tmp_path / "run")
+        bt.run(tiny("stop.duration=1 steps", "optimizer.lr=1e30", "learning_rate.shape=constant"), tmp_path / "run")
     arguments = ["export", str(tmp_path / "run"), str(tmp_path / "model")]
     assert main(arguments) == 1
     message = capsys.readouterr().err

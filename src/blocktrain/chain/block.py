@@ -168,8 +168,8 @@ class Partition(Sequence[Block]):
 
     def rebind(self, model: nn.Module) -> Partition:
         """The same division of `model`, a copy of this partition's model."""
-        groups = {layer.name: list(layer.modules) for layer in self.chain.layers}
-        chain = Chain.of_modules(model, groups, untrained=self.chain.untrained)
+        groups = {layer.name: [*layer.modules, *layer.direct] for layer in self.chain.layers}
+        chain = Chain.of_modules(model, groups, untrained=self.chain.untrained, reads=self.chain.reads)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         blocks = [
             replace(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from blocktrain.chain.chain import Chain
 from blocktrain.chain.freezing import evaluating
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, first_line
 from blocktrain.modules.chunked_loss import whole_logits
 
 
@@ -46,9 +46,12 @@ class BoundaryRunner:
         self._tuple_lengths: dict[nn.Module, int] = {}  # of layer modules that return a tuple
 
     def skipped_modules(self, boundary: int) -> list[nn.Module]:
-        """The modules that do nothing in a run from `boundary`: those of the layers below it, except embeddings."""
+        """The modules that do nothing in a run from `boundary`: those of the layers below it, except embeddings, and
+        except the whole first layer where a layer above the boundary reads what it puts out."""
         modules = [list(layer.modules.values()) for layer in self.chain.layers[:boundary]]
-        if modules:
+        if modules and any(source == 0 and reader >= boundary for source, reader in self.chain.reads):
+            modules[0] = []
+        elif modules:
             modules[0] = [
                 module for module in modules[0] if not any(isinstance(part, nn.Embedding) for part in module.modules())
             ]
@@ -134,6 +137,7 @@ class BoundaryRunner:
         """
         if boundary in self._checked:
             return
+        self._require_nothing_crosses(boundary, from_layer=1)
 
         def note_tuple(module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, tuple):
@@ -153,8 +157,14 @@ class BoundaryRunner:
                 )
             full = _results(output)
             hidden = self.states(batch, [boundary])[boundary]
-            with self.running(start=boundary, hidden=hidden):
-                from_boundary = _results(self.chain.model(**batch))
+            try:
+                with self.running(start=boundary, hidden=hidden):
+                    from_boundary = _results(self.chain.model(**batch))
+            except Exception as error:  # the full run did not raise it
+                raise BoundaryError(
+                    f"{type(self.chain.model).__name__} cannot be run from layer {self.chain.layers[boundary].name} "
+                    f"({type(error).__name__}: {first_line(error)}): more than the hidden states crosses that boundary"
+                ) from error
         for expected, found in zip(full, from_boundary, strict=True):
             scale = float(expected.nan_to_num(0, 0, 0).abs().max())
             if not torch.allclose(expected, found, rtol=1e-3, atol=1e-3 * scale, equal_nan=True):
@@ -163,6 +173,21 @@ class BoundaryRunner:
                     "the full run: more than the hidden states crosses that boundary"
                 )
         self._checked.add(boundary)
+
+    def require_own_inputs(self, boundary: int) -> None:
+        """Raises `BoundaryError` unless the layers above `boundary` read nothing but the hidden states there. `check`
+        lets them read what the first layer puts out, because it can be computed again while that layer is frozen."""
+        self._require_nothing_crosses(boundary, from_layer=0)
+
+    def _require_nothing_crosses(self, boundary: int, *, from_layer: int) -> None:
+        for source, reader in sorted(self.chain.reads):
+            if from_layer <= source < boundary <= reader:
+                layers = self.chain.layers
+                raise BoundaryError(
+                    f"'{layers[reader].name}' of {type(self.chain.model).__name__} reads what '{layers[source].name}' "
+                    f"puts out, which crosses the boundary below '{layers[boundary].name}'; set prefix.store = 'off' "
+                    "and distributed.layout = 'data'"
+                )
 
     def _entry(self, boundary: int) -> nn.Module:
         """The module that the layer above `boundary` runs first."""

@@ -18,9 +18,22 @@ def find_chain(model: nn.Module, layers: Mapping[str, Sequence[str]] | None = No
     layers: `{layer name: [dotted module paths]}` in forward order, for a model that this function does not know, or
         cuts differently than you want; together they must hold every parameter.
 
-    Without `layers` the model must be a Hugging Face decoder or encoder, an `nn.Sequential` or a `ResNet` of this
-    package; otherwise this raises `PartitionError`.
+    Without `layers` the model must be one of transformers that runs each of its layers once, an `nn.Sequential` or a
+    `ResNet` of this package; otherwise this raises `PartitionError`, as it does for a model that is compiled or
+    quantized already.
     """
+    if hasattr(model, "_orig_mod"):
+        raise PartitionError(
+            "this model is the result of torch.compile, and a compiled graph does not follow which block is active: "
+            "give the model itself, which is model._orig_mod"
+        )
+    if getattr(model, "is_quantized", False):
+        method = getattr(model, "quantization_method", None)
+        raise PartitionError(
+            f"the weights of {type(model).__name__} are quantized ({getattr(method, 'value', method)}), and quantized "
+            "weights cannot be trained: load it without a quantization_config; frozen blocks can be quantized while "
+            "training (precision 'int8' or 'nf4')"
+        )
     if layers is not None:
         return Chain.of_modules(model, layers)
     if isinstance(model, ResNet):

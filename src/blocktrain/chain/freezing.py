@@ -62,7 +62,11 @@ def activate(partition: Partition, block: Block, *, frozen_dropout: bool = False
 
 def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool = False) -> None:
     """Put the active layers into train mode and all others into eval mode. Call it again after `model.train()` or
-    `model.eval()`."""
+    `model.eval()`.
+
+    A module that contains layers is in train mode where all blocks are active at once: some have a dropout in their own
+    code (XGLM's is on the embeddings), which then acts as in ordinary training.
+    """
     partition.model.train(frozen_dropout)
     if frozen_dropout:
         for module in partition.model.modules():
@@ -70,6 +74,10 @@ def set_train_modes(partition: Partition, block: Block, *, frozen_dropout: bool 
                 module.eval()
     for module in block.modules():
         module.train()
+    if all(layer in block.layers for other in partition for layer in other.layers):
+        paths = {path for layer in block.layers for path in layer.modules}
+        for container in {path[:end] for path in paths for end, letter in enumerate(path) if end == 0 or letter == "."}:
+            partition.model.get_submodule(container).training = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@ name, or a CIFAR ResNet. Remote code is never run."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from blocktrain.errors import ConfigError, nearest
 from blocktrain.runtime import available_memory_bytes, is_hub_silent, library_errors, may_be_on_hub
 from blocktrain.units import format_bytes
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -29,6 +32,10 @@ class ModelConfig:
     weights: "pretrained" loads the weights at `path`; "random" takes only its configuration.
     ignore_weights: patterns of tensors at `path` that are left out, such as "visual.*"; by default a tensor that the
         model has no place for is an error.
+    attention: the attention implementation, as transformers names it ("eager", "sdpa", "flash_attention_2", ...);
+        by default transformers chooses.
+    resize_vocabulary: give a model at `path` as many embeddings as the tokenizer has tokens, where it has fewer; new
+        ones are drawn. Without it a larger tokenizer is an error.
     config: settings of the architecture's configuration class (`n_layer = 6`, ...); an unknown name is an error.
     zero_residuals: each layer begins as the identity, because the last matrix of each residual branch is zero. Until a
         visit has trained some of it, a layer is then left out of training steps, which changes nothing but their cost.
@@ -40,6 +47,8 @@ class ModelConfig:
     path: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     ignore_weights: tuple[str, ...] = ()
+    attention: str | None = None
+    resize_vocabulary: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     zero_residuals: bool = False
     grown_layers: Literal["drawn", "copied"] = "drawn"
@@ -51,6 +60,14 @@ class ModelConfig:
             raise ConfigError(
                 f"zero_residuals = true would throw away what the weights at '{self.path}' have learned; leave it out, "
                 "or set weights = 'random'"
+            )
+        if self.resize_vocabulary and self.path is None:
+            raise ConfigError(
+                "resize_vocabulary = true is for a model at a path; an architecture has the tokenizer's vocabulary"
+            )
+        if _depth_of_resnet(self.architecture) is not None and self.attention is not None:
+            raise ConfigError(
+                f"attention = '{self.attention}', but '{self.architecture}' has no attention; leave it out"
             )
         if self.grown_layers == "copied" and not self.zero_residuals:
             raise ConfigError(
@@ -83,11 +100,19 @@ def load_model(
     if depth is not None:
         return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
     model = _hugging_face(config, vocab_size, classes)
-    vocabulary = getattr(model.config, "vocab_size", None)
+    vocabulary = getattr(cast(Any, model.config).get_text_config(), "vocab_size", None)
     if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
-        raise ConfigError(
-            f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
-            f"set model.config.vocab_size = {vocab_size} or choose the model's own tokenizer"
+        if not config.resize_vocabulary:
+            way_out = f"model.config.vocab_size = {vocab_size}"
+            if config.path is not None and config.weights == "pretrained":
+                way_out = "model.resize_vocabulary = true"
+            raise ConfigError(
+                f"the model's vocabulary ({vocabulary}) is smaller than the tokenizer's ({vocab_size}); "
+                f"set {way_out} or choose the model's own tokenizer"
+            )
+        cast(Any, model).resize_token_embeddings(vocab_size)
+        log.warning(
+            "the model had %d embeddings; it now has %d, one for each token of the tokenizer", vocabulary, vocab_size
         )
     positions = getattr(model.config, "max_position_embeddings", None)
     if row_tokens is not None and isinstance(positions, int) and row_tokens > positions:
@@ -134,20 +159,33 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
     if config.architecture is not None:
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
         settings.update(head)
+        _set_attention(settings, config.attention)
         return _of_architecture(cls, settings, config.architecture)
     path, folder = str(config.path), Path(str(config.path)).expanduser()
     if folder.is_dir():
         path = str(folder)
+    elif path.endswith(".gguf"):
+        raise ConfigError(
+            f"model.path '{path}' is a gguf file, whose weights are quantized: make a folder of it with "
+            f"AutoModelForCausalLM.from_pretrained('{folder.parent}', gguf_file='{folder.name}').save_pretrained(...), "
+            "and the tokenizer in the same way, or take the original checkpoint"
+        )
     elif not may_be_on_hub(path):
         raise ConfigError(f"model.path '{path}' is no folder (seen from {Path.cwd()}), and no name on the hub")
     settings = _saved_settings(path, config.config)
     for key, value in head.items():
         setattr(settings, key, value)
+    _set_attention(settings, config.attention)
     if config.weights == "random":
         return _of_architecture(cls, settings, path)
     _require_class(cls, settings, path)
     _require_memory(cls, settings, path)
     return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
+
+
+def _set_attention(settings: Any, attention: str | None) -> None:
+    if attention is not None:  # an unknown name, or one that this machine lacks, is an error when the model is built
+        settings._attn_implementation = attention
 
 
 def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:

@@ -75,7 +75,7 @@ def partition_by_config(
 ) -> Partition:
     """Cut `model` as `config` says; batch: one forward call's keyword arguments, for `balance = "flops"`."""
     chain = find_chain(model, config.layers)
-    chain = replace(chain, untrained=untrained_parameters(chain))
+    chain = replace(chain, untrained=chain.untrained | untrained_parameters(chain))
     if not any(chain.owned):
         raise PartitionError(
             f"no parameter of {type(model).__name__} requires gradients, so there is nothing to train: call "

@@ -207,11 +207,9 @@ class BlockTrainerMixin:
         return loss
 
     def _require_unchanged_flags(self) -> None:
-        assert self.visiting is not None
-        trained = self.visiting.blocks.partition.whole.parameters
-        own = {id(parameter) for parameter in trained.values()}
+        assert self._found is not None
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad != (id(parameter) in own):
+            if parameter.requires_grad != self._found.requires_grad[parameter]:
                 raise ConfigError(
                     f"'{name}' has requires_grad = {parameter.requires_grad}, but not when the model was cut into "
                     "blocks; make a new BlockTrainer"

@@ -38,12 +38,15 @@ _undo: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()  # by model
 
 def share_gradients(model: nn.Module) -> None:
     """Let each trained matrix of `model` that is an embedding and a linear output layer have one gradient in memory at
-    a time, until `unshare_gradients`."""
+    a time, until `unshare_gradients`. One that several embeddings have (an encoder's and a decoder's) is left to
+    autograd, which would add their gradients in another order."""
     if model in _undo:
         return
     undo = ExitStack()
-    for embedding in model.modules():
-        if not isinstance(embedding, nn.Embedding) or not embedding.weight.requires_grad:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for embedding in embeddings:
+        alone = sum(other.weight is embedding.weight for other in embeddings) == 1
+        if not alone or not embedding.weight.requires_grad:
             continue
         heads = [head for head in model.modules() if type(head) is nn.Linear and head.weight is embedding.weight]
         if heads:

@@ -64,7 +64,7 @@ class ShardedPartition:
             buffer.data = buffer.data.to(device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.partition = Partition(
-            Chain(model, partition.chain.layers),
+            replace(partition.chain, model=model),
             tuple(
                 replace(block, parameters={name: parameters[name] for name in block.parameters}) for block in partition
             ),

@@ -238,6 +238,7 @@ class _PipelineVisit:
         row = {name: tensor[:1] for name, tensor in batch.items()}
         starts = [run.start for run in self._stages if run.start]
         for start in starts:
+            pipeline.runner.require_own_inputs(start)
             pipeline.runner.check(row, start)  # every start on every rank, so that an error is raised on all of them
         with evaluating(pipeline.partition.model):
             states = pipeline.runner.states(row, starts)
