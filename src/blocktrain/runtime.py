@@ -15,7 +15,7 @@ import resource
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,14 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             f"the system does not lock {len(memory)} bytes more of host memory (CUDA error {error}); end other "
             "programs, or keep less on the host (memory.frozen, optimizer.state, prefix.store)"
         )
-    weakref.finalize(memory, _unlock_pages, address).atexit = False
+    end = (torch.cuda.synchronize, cudart.cudaHostUnregister)
+    weakref.finalize(memory, _unlock_pages, address, *end).atexit = False
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
-def _unlock_pages(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may be on its way from or to these pages
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
+def _unlock_pages(address: int, wait: Callable[[], None], unlock: Callable[[int], object]) -> None:
+    wait()  # a copy may be on its way from or to these pages
+    unlock(address)
 
 
 def seed_everything(seed: int, *key: int) -> None:
@@ -149,11 +149,14 @@ class SideStream:
         with self._copying():
             return copy.copy_(tensor, non_blocking=True)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host. The copy of a DTensor is complete when this returns."""
+    def to_host(self, tensor: Tensor, *, is_kept: bool = True) -> Tensor:
+        """A copy of `tensor` on the host. The copy of a DTensor is complete when this returns.
+
+        is_kept: in memory of its own size; without it, in memory that PyTorch has locked before and may use again.
+        """
         if self._stream is None or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
-        copy = self._room_for(tensor)
+        copy = self._room_for(tensor) if is_kept else torch.empty_like(tensor, device="cpu", pin_memory=True)
         with self._copying():
             copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
