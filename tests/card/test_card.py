@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import card_visits
 import pytest
+import torch
 
+from blocktrain.memory.tracker import MemoryTracker
 from blocktrain.train.toml_dataclasses import override
 
 LLAMA = {
@@ -79,3 +82,18 @@ def test_a_step_of_four_micro_batches_waits_once(visits) -> None:
     found = visits("precision=bf16-exact", "prefix.store=off", "batch.micro_rows=1")
     assert found["waits"] == {"aten._to_copy.default from cuda:0 to cpu": 1}
     assert found["fused"]
+
+
+def test_the_benchmark_on_a_card_builds_no_weight_in_fp32() -> None:
+    """Built in fp32 and then converted, no 7B model came under the cap of 24 GB."""
+    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parents[2] / "benchmarks" / "memory" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    with MemoryTracker() as tracker:
+        model = gpu.build("self-check", torch.device("cpu"))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    assert tracker.peak().bytes < 1.5 * weights
