@@ -91,7 +91,7 @@ class ExternalModule:
             with self._techniques.around_batch(part, batch):
                 share = self.model(**batch).loss * weight
                 self.method.backward(share, self._lr_factor)
-            losses.append(share.detach())
+            losses.append(share.item())  # kept on the device it would count as an activation
         return losses
 
     def clip_grad_norm(self, max_norm: float) -> Tensor | float | None:

@@ -76,7 +76,7 @@ def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
     groups = _groups(flat, NF4_GROUP)
     scales = groups.abs().amax(1).to(torch.bfloat16)
-    values = _NF4.to(flat.device, non_blocking=True)
+    values = _NF4.to(flat.device, non_blocking=True, copy=True)
     codes = torch.bucketize(groups.div_(_divisor(scales)), (values[1:] + values[:-1]) / 2, out_int32=True)
     high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
     return high << 4 | low, scales
@@ -97,7 +97,7 @@ def _dequantize_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     if codes.is_cuda and has_bitsandbytes():
         padded = [2 * codes.numel()]
         return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
-    values = _NF4.to(codes.device, non_blocking=True)
+    values = _NF4.to(codes.device, non_blocking=True, copy=True)
     pairs = torch.cartesian_prod(values, values)  # (256, 2): the two values of each byte
     weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
     for start in range(0, weight.numel(), _CHUNK):
