@@ -60,8 +60,13 @@ def build(size: str, device: torch.device) -> nn.Module:
         vocab_size=vocabulary,
         **settings,
     )
-    with torch.device(device):
-        return nn.Module.to(LlamaForCausalLM(config), torch.bfloat16).train()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # in fp32 a 7B model would not fit the cap before it is converted
+    try:
+        with torch.device(device):
+            return nn.Module.to(LlamaForCausalLM(config), torch.bfloat16).train()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def checkpointed(model: Any) -> None:
@@ -166,9 +171,9 @@ def measure(size: str, name: str, device: torch.device, calls: int) -> dict[str,
     row: dict[str, Any] = {"size": size, "method": name}
     if name == "BAdam" and importlib.util.find_spec("badam") is None:
         return {**row, "left_out": "package badam is not installed"}
-    reset_peak_memory(device)
     try:
         model = build(size, device)
+        reset_peak_memory(device)
         tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), device=device)  # pyright: ignore
         with method(model, tokens) as step:
             step()

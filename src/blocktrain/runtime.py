@@ -5,21 +5,27 @@ Code above this file need not know whether there is a GPU: on a CPU the same cal
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 import os
 import platform
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from blocktrain.errors import BlocktrainError, ConfigError, first_line
+from blocktrain.errors import BlocktrainError, ConfigError, OutOfMemoryError, first_line
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -46,20 +52,56 @@ def is_hub_silent(name: str) -> bool:
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device called `name`; `auto` takes the first accelerator, else the CPU."""
-    if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    """The device called `name`, with its index; `auto` takes the first accelerator, else the CPU."""
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device).cpu()  # of 'meta' nothing can be read
+        device = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else torch.device(name)
+        probe = torch.empty(1, device=device or torch.device("cpu"))
+        probe.cpu()  # of 'meta' nothing can be read
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device '{name}' cannot be used here ({first_line(error)}); try 'auto' or 'cpu'") from error
-    return device
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The keyword arguments of a forward call on `device`; the copy is asynchronous where the host memory is pinned."""
+    """The keyword arguments of a forward call on `device`. To a GPU they go through page-locked memory: the copy is
+    queued, and the processor does not wait for it."""
+    if device.type == "cuda":
+        batch = {name: _page_locked_copy(tensor) for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _page_locked_copy(tensor: Tensor) -> Tensor:
+    """A small tensor in page-locked memory, which PyTorch keeps and uses again; itself if it is not on the host."""
+    on_host = tensor.device.type == "cpu"
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor) if on_host else tensor
+
+
+def page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor in page-locked host memory, for a machine with CUDA; it takes whole pages of 4 KiB.
+
+    PyTorch's own allocator rounds each tensor up to a power of two bytes (the weights of Llama-2-13B take 1.69 times
+    their size), so that is for tensors that come and go in every step. Freeing this one waits for the device's copies.
+    Raises `OutOfMemoryError` where the system locks no more pages.
+    """
+    if 0 in shape:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    cudart: Any = torch.cuda.cudart()
+    error = int(cudart.cudaHostRegister(address, len(memory), 0))
+    if error:
+        raise OutOfMemoryError(
+            f"the system does not lock {len(memory)} bytes more of host memory (CUDA error {error}); end other "
+            "programs, or keep less on the host (memory.frozen, optimizer.state, prefix.store)"
+        )
+    end = (torch.cuda.synchronize, cudart.cudaHostUnregister)
+    weakref.finalize(memory, _unlock_pages, address, *end).atexit = False
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def _unlock_pages(address: int, wait: Callable[[], None], unlock: Callable[[int], object]) -> None:
+    wait()  # a copy may be on its way from or to these pages
+    unlock(address)
 
 
 def seed_everything(seed: int, *key: int) -> None:
@@ -85,6 +127,15 @@ def permutations(count: int, how_many: int, seed: int, *key: int) -> np.ndarray:
 def permutation(count: int, seed: int, *key: int) -> np.ndarray:
     """The numbers below `count` in the random order of `(seed, *key)`: int64 (count,)."""
     return permutations(count, 1, seed, *key)[:, 0]
+
+
+def read_numbers(figures: Sequence[Tensor | float]) -> list[float]:
+    """The numbers in `figures`, some of which are 0-d tensors: these are read together, so the host waits once."""
+    tensors = [figure for figure in figures if isinstance(figure, Tensor)]
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    together = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    numbers = iter(torch.stack(together).cpu().tolist() if together else ())
+    return [next(numbers) if isinstance(figure, Tensor) else figure for figure in figures]
 
 
 def synchronize(device: torch.device) -> None:
@@ -114,11 +165,14 @@ class SideStream:
         with self._copying():
             return copy.copy_(tensor, non_blocking=True)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host. The copy of a DTensor is complete when this returns."""
+    def to_host(self, tensor: Tensor, *, is_kept: bool = True) -> Tensor:
+        """A copy of `tensor` on the host. The copy of a DTensor is complete when this returns.
+
+        is_kept: in memory of its own size; without it, in memory that PyTorch has locked before and may use again.
+        """
         if self._stream is None or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copy = self._room_for(tensor) if is_kept else torch.empty_like(tensor, device="cpu", pin_memory=True)
         with self._copying():
             copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
@@ -126,8 +180,12 @@ class SideStream:
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in page-locked host memory, from which copies need not wait for the processor."""
-        on_host = tensor.cpu()
-        return on_host if self._stream is None else on_host.pin_memory()
+        return tensor.cpu() if self._stream is None else self._room_for(tensor).copy_(tensor)
+
+    @staticmethod
+    def _room_for(tensor: Tensor) -> Tensor:
+        is_fake = isinstance(tensor, FakeTensor)  # it has no numbers, and a copy of it no memory
+        return torch.empty_like(tensor, device="cpu") if is_fake else page_locked(tensor.shape, tensor.dtype)
 
     def join(self) -> None:
         """Make all computation that is queued from now on wait for the copies."""

@@ -149,6 +149,23 @@ def test_a_run_from_stored_hidden_states_is_recomputed_from_them(name: str):
 # -- caches of keys and values ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_a_compiled_model_is_recomputed():
+    """torch.compile refused the context around the second run, and could not read a context variable."""
+    model = llama()
+    model.config.use_cache = False
+    optimizer = bt.BlockOptimizer(bt.partition(model, num_blocks=3), torch.optim.SGD, lr=0.1)
+    ids = torch.arange(16).view(2, 8)
+    found = []
+    with checkpointing(optimizer.partition), optimizer.visit(optimizer.partition[1]):
+        for each in (model, torch.compile(model, backend="eager")):
+            each(input_ids=ids, labels=ids).loss.backward()
+            found.append([gradient.clone() for gradient in optimizer.gradients()])
+            optimizer.zero_grad()
+    assert found[0]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_a_cache_is_not_written_twice_and_a_filled_one_is_read():
     parts = bt.partition(llama(), num_blocks=3)
     model: Any = parts.model

@@ -122,3 +122,14 @@ def test_ranks_of_one_are_no_special_case() -> None:
     all_reduce.start(tensors)
     all_reduce.wait()
     assert [tensor.item() for tensor in tensors] == [1.5, 2.5]
+
+
+def test_one_card_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun with `device = "cuda:0"` put every process on one card."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ConfigError, match=r"every process of this machine on one card: write 'cuda'"),
+        open_ranks("cuda:0"),
+    ):
+        pass

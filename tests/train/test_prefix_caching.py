@@ -556,3 +556,24 @@ def test_images_without_augmentation_need_no_variants(train_on_pictures: Run):
     plain, cached = (train_on_pictures(f"prefix.store={store}", "images.augment=none") for store in ("off", "host"))
     assert learned(cached) == learned(plain)
     assert [event["hits"] for event in events_of(cached, "cached")] == [2 * 24] * 4
+
+
+def test_a_cache_on_the_card_leaves_the_room_of_the_largest_step(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took half of what was free before any moments or activations existed."""
+    seen: list[float] = []
+
+    def choose(facts: Any, wanted: str) -> StoreChoice:
+        seen.append(facts.free_bytes["device"])
+        return StoreChoice(place=None, reason="seen")
+
+    monkeypatch.setattr(prefix_caching, "free_bytes", lambda *_: {"device": 1e9})
+    monkeypatch.setattr(prefix_caching, "choose", choose)
+    bt.run(tiny("sampling.scope=sweep", "sampling.rate=0.02"), tmp_path / "run")
+    (memory,) = events_of(tmp_path / "run", "memory")
+    steps = [block["parts"] for block in memory["blocks"]]
+    own = [sum(parts.get(part, 0) for part in ("frozen", "active", "buffers")) for parts in steps]
+    largest = max(sum(parts.values()) - mine for parts, mine in zip(steps, own, strict=True))
+    assert largest > 0
+    assert set(seen) == {1e9 - largest}

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from blocktrain.cache.encoding import Fields
-from blocktrain.errors import StorageError, storage_errors
+from blocktrain.errors import OutOfMemoryError, StorageError, storage_errors
 from blocktrain.probe import Medium
+from blocktrain.runtime import page_locked
 from blocktrain.units import format_bytes
 
 
@@ -78,10 +79,16 @@ class MemoryStore:
         self._pin = pin
         try:
             self._arrays = {
-                name: torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device, pin_memory=pin)
+                name: page_locked((num_slots, *field.shape), field.dtype)
+                if pin
+                else torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device)
                 for name, field in layout.items()
             }
-        except RuntimeError as error:  # the CPU allocator has no exception class of its own
+        except (
+            RuntimeError,
+            OSError,
+            OutOfMemoryError,
+        ) as error:  # the CPU allocator has no exception class of its own
             raise StorageError(f"no room for {format_bytes(self.nbytes)} in the memory of '{device}'") from error
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:

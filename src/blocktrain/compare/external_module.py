@@ -84,17 +84,17 @@ class ExternalModule:
         self._lr_factor = lr_factor
         self.method.begin(step)
 
-    def forward_backward(self, rows: StepRows, following: StepRows) -> float:
+    def forward_backward(self, rows: StepRows, following: StepRows) -> list[Tensor | float]:
         """See `TrainModule`."""
-        loss = 0.0
+        losses: list[Tensor | float] = []
         for part, batch, weight in micro_batches(self.context, rows.split(self.context.micro_rows), rows):
             with self._techniques.around_batch(part, batch):
                 share = self.model(**batch).loss * weight
                 self.method.backward(share, self._lr_factor)
-            loss += share.item()
-        return loss
+            losses.append(share.item())  # kept on the device it would count as an activation
+        return losses
 
-    def clip_grad_norm(self, max_norm: float) -> float | None:
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float | None:
         """See `TrainModule`."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if not gradients:
@@ -102,7 +102,7 @@ class ExternalModule:
         norm = torch.nn.utils.get_total_norm(gradients)
         if max_norm != float("inf"):
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-        return float(norm)
+        return norm
 
     def update(self, step: int) -> None:
         """See `TrainModule`."""

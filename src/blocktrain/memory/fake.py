@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from blocktrain.modules.dispatch import EagerDispatchMode
@@ -61,9 +62,10 @@ class FakeCopy:
 
 def fake_copy(model: nn.Module) -> FakeCopy:
     """A copy of `model` without memory. Tied parameters stay tied, and modules keep their train or eval mode; hooks are
-    not copied. A model on the meta device is copied as if it were on the CPU.
+    not copied. A model on the meta device is copied as if it were on the CPU. Inside a `FakeTensorMode` the copy is of
+    that mode, so that it can be called with its tensors.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     # deepcopy uses what `memo` has instead of copying: tensors without memory, and empty hook tables. A hook of the
     # real model must not fire on the copy, and the objects that it refers to must not be copied.
     memo: dict[int, Tensor | OrderedDict[int, object]] = {}
@@ -79,8 +81,6 @@ def fake_copy(model: nn.Module) -> FakeCopy:
 
 
 def _without_memory(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
-        return tensor
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
         with mode:

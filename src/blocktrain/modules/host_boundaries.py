@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from blocktrain.runtime import SideStream
+
 
 class HostOffload:
     """Offloads saved tensors; taking one back starts to fetch the one that was offloaded before it."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[_HostCopy] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostOffload:
         return HostOffload()  # a copy of the model has copies of its own
@@ -36,10 +38,10 @@ class HostOffload:
         def pack(saved: Tensor) -> Tensor | _HostCopy:
             if saved.untyped_storage()._cdata != storage:
                 return saved
-            if saved.is_cuda and saved.device not in self._streams:
-                self._streams[saved.device] = torch.cuda.Stream(saved.device)
+            if saved.device not in self._sides:
+                self._sides[saved.device] = SideStream(saved.device)
             before = None if self._last is None else self._last()
-            copy = _HostCopy(saved, self._streams.get(saved.device), before)
+            copy = _HostCopy(saved, self._sides[saved.device], before)
             self._last = weakref.ref(copy)
             return copy
 
@@ -49,34 +51,28 @@ class HostOffload:
 class _HostCopy:
     """One tensor on the host. `before` is the one offloaded before it, which the backward pass needs next."""
 
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, before: _HostCopy | None):
-        self._device = tensor.device
-        self._stream = stream  # None on a CPU, where `torch.cuda.stream(None)` does nothing
+    def __init__(self, tensor: Tensor, side: SideStream, before: _HostCopy | None):
+        self._side = side
         self._before = None if before is None else weakref.ref(before)
         self._fetched: Tensor | None = None
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            tensor.record_stream(stream)  # its memory is not reused before the copy is complete
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor, non_blocking=True)
+        self._host = side.to_host(tensor, is_kept=False)
 
     def fetch(self) -> None:
         """Start to copy the tensor back to its device."""
         if self._fetched is None:
-            with torch.cuda.stream(self._stream):
-                self._fetched = self._host.to(self._device, non_blocking=True, copy=True)
+            self._fetched = self._side.to_device(self._host)
 
     def take(self) -> Tensor:
         """The tensor on its device, complete for all work queued on the current stream from now on."""
         self.fetch()
         tensor, self._fetched = self._fetched, None
         assert tensor is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            tensor.record_stream(current)
+        self._side.join()
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
         return tensor
+
+    def __del__(self) -> None:
+        if self._fetched is not None:  # nobody took it, and the copy may be on its way into memory that is freed now
+            self._side.join()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ SaveInput = Callable[[Tensor], AbstractContextManager[Any]]  # returns a context
 # Called as measure(run, tensors that go in) in place of a recomputed call; returns what run() returns.
 Measure = Callable[[Callable[[], Any], list[Tensor]], Any]
 
-_measure: ContextVar[Measure | None] = ContextVar("measure", default=None)
+_measure: Measure | None = None  # a plain variable, because `torch.compile` cannot read a context variable
 
 
 class Recomputed:
@@ -53,14 +52,18 @@ class Recomputed:
         needs_gradients = torch.is_grad_enabled() and (trained or any(tensor.requires_grad for tensor in tensors))
         if reads_cache or not needs_gradients:
             return run(*args, **kwargs)
-        measure = _measure.get()
-        if measure is not None:
-            return measure(lambda: run(*args, **kwargs), tensors)
+        if _measure is not None:
+            return _measure(lambda: run(*args, **kwargs), tensors)
 
         def run_flat(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, spec)
             return run(*args, **kwargs)
 
+        # `torch.compile` takes no context of ours around the second run, so there is one only where it does something.
+        has_statistics = any(isinstance(part, _BatchNorm) and part.training for part in self.module.modules())
+        contexts: dict[str, Any] = (
+            {"context_fn": lambda: (nullcontext(), _separate_statistics(self.module))} if has_statistics else {}
+        )
         with nullcontext() if self.save_input is None or not tensors else self.save_input(tensors[0]):
             return checkpoint(
                 run_flat,
@@ -68,7 +71,7 @@ class Recomputed:
                 use_reentrant=False,
                 # A layer in eval mode draws no random numbers, so the generators' states need not be saved.
                 preserve_rng_state=any(module.training for module in self.module.modules()),
-                context_fn=lambda: (nullcontext(), _separate_statistics(self.module)),
+                **contexts,
             )
 
     def _without_cache(
@@ -105,8 +108,9 @@ def _separate_statistics(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def measuring_recomputed(measure: Measure) -> Iterator[None]:
     """Inside, nothing is computed again: each call that would be is `measure(run, tensors that go in)` instead."""
-    token = _measure.set(measure)
+    global _measure  # noqa: PLW0603
+    before, _measure = _measure, measure
     try:
         yield
     finally:
-        _measure.reset(token)
+        _measure = before

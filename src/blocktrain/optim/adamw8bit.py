@@ -93,7 +93,7 @@ def _adamw(weight: Tensor, gradient: Tensor, averages: tuple[Tensor, Tensor], st
 
 
 def _update_8bit(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    tables = [torch.tensor(values, device=weight.device) for values in (_table(signed=True), _table(signed=False))]
+    tables = [table.to(weight.device, non_blocking=True, copy=True) for table in _TABLES]
     if weight.is_cuda and weight.is_contiguous() and has_bitsandbytes():
         _update_by_kernel(weight, gradient, state, group, tables)
     else:
@@ -168,3 +168,6 @@ def _table(*, signed: bool) -> tuple[float, ...]:
         if signed:
             values += [-mean for mean in means]
     return tuple(sorted(values))
+
+
+_TABLES = [torch.tensor(_table(signed=signed)) for signed in (True, False)]

@@ -27,6 +27,7 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+_NF4 = torch.tensor(NF4_VALUES)  # copied to a device without waiting for it, as so few bytes are
 _CHUNK = 2**22  # weights quantized or dequantized at a time (whole groups), so that fp32 intermediates stay small
 
 
@@ -75,7 +76,7 @@ def _quantize_int8(flat: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize_nf4(flat: Tensor) -> tuple[Tensor, Tensor]:
     groups = _groups(flat, NF4_GROUP)
     scales = groups.abs().amax(1).to(torch.bfloat16)
-    values = torch.tensor(NF4_VALUES, device=flat.device)
+    values = _NF4.to(flat.device, non_blocking=True, copy=True)
     codes = torch.bucketize(groups.div_(_divisor(scales)), (values[1:] + values[:-1]) / 2, out_int32=True)
     high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
     return high << 4 | low, scales
@@ -96,7 +97,7 @@ def _dequantize_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     if codes.is_cuda and has_bitsandbytes():
         padded = [2 * codes.numel()]
         return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.float(), NF4_GROUP, "nf4", padded, dtype)
-    values = torch.tensor(NF4_VALUES, device=codes.device)
+    values = _NF4.to(codes.device, non_blocking=True, copy=True)
     pairs = torch.cartesian_prod(values, values)  # (256, 2): the two values of each byte
     weight = codes.new_empty(2 * codes.numel(), dtype=dtype)
     for start in range(0, weight.numel(), _CHUNK):

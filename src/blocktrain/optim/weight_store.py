@@ -142,10 +142,13 @@ class WeightStore:
 
     def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
         assert self._side is not None
-        quantized, on_host = quantize(value.to(parameter.device), self._form), self._side.pinned(value)
-        if isinstance(self._location, OnHost):
+        quantized = quantize(value.to(parameter.device), self._form)
+        if isinstance(self._location, OnDevice):
+            on_host = value.cpu()
+        else:
+            on_host = self._side.pinned(value)
             is_quantized = self._form in ("int8", "nf4")
-            parts = tuple(self._side.pinned(part) for part in quantized.parts) if is_quantized else (on_host,)
+            parts = tuple(map(self._side.pinned, quantized.parts)) if is_quantized else (on_host,)
             quantized = replace(quantized, parts=parts)
         self._stored[parameter] = _StoredWeight(on_host, quantized)
         read = partial(self._read_now, parameter)

@@ -152,10 +152,10 @@ class ShardedDataParallel(BatchParallel):
         yield
         average_over_ranks(self.ranks, self._statistics)
 
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float:
         """See `Parallel`; the norm is that of the shards of all ranks."""
         norm = self._in_visit().clip_grad_norm(max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _shard(chain: Chain, mesh: DeviceMesh, config: ShardingConfig) -> None:

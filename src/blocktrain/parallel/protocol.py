@@ -51,8 +51,8 @@ class Parallel(ABC):
         """Wraps the steps of a visit. At its end all ranks have equal weights; raises `PeerError` if they do not."""
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the step's gradients to a total 2-norm of at most `max_norm`; returns the norm before."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float:
+        """Scale the step's gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d)."""
 
     def local_block(self, block: Block) -> Block:
         """The part of `block` that this rank trains: all of it, unless the layers are distributed (pipeline)."""
@@ -78,9 +78,9 @@ class BatchParallel(Parallel):
     def gradient_sync(self) -> AbstractContextManager[None]:
         """Wraps the last backward pass of a step. Afterwards the gradients are those to step with."""
 
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float:
         """See `Parallel`; every rank has the whole gradients."""
-        return float(self._in_visit().clip_grad_norm(max_norm))
+        return self._in_visit().clip_grad_norm(max_norm)
 
     def _in_visit(self) -> TrainedBlock:
         assert self._active is not None, "steps are taken inside a visit"

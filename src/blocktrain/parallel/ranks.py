@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocktrain.errors import BlocktrainError, PeerError, first_line
+from blocktrain.errors import BlocktrainError, ConfigError, PeerError, first_line
 
 T = TypeVar("T")
 
@@ -145,7 +145,8 @@ class Ranks:
 def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Iterator[Ranks]:
     """The ranks that torchrun started, or those of a process group that exists already; otherwise this process alone.
 
-    device: of the run. Unless it is the CPU, each rank selects the accelerator of its local rank.
+    device: of the run. Unless it is the CPU, each rank selects the accelerator of its local rank; raises `ConfigError`
+        where it names one for all of them, such as "cuda:0".
     """
     if dist.is_initialized():
         yield _ranks_of_process_group(timeout_seconds)
@@ -153,6 +154,11 @@ def open_ranks(device: str = "auto", *, timeout_seconds: float = 600.0) -> Itera
     if not is_launched():
         yield Ranks(timeout_seconds=timeout_seconds)
         return
+    if ":" in device and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ConfigError(
+            f"device '{device}' would put every process of this machine on one card: write "
+            f"'{device.partition(':')[0]}', and each takes the card of its LOCAL_RANK"
+        )
     if device != "cpu" and torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_seconds)

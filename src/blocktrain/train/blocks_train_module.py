@@ -48,7 +48,7 @@ class BlocksModule:
         context: TrainingContext,
         parallel: Parallel,
         *,
-        passes: Callable[[StepRows, StepRows], float],
+        passes: Callable[[StepRows, StepRows], list[Tensor | float]],
         source: Callable[[], CheckpointSource],
     ):
         self.model = context.model
@@ -75,7 +75,7 @@ class BlocksModule:
         """See `TrainModule`."""
         self._optimizer.scale_learning_rate(lr_factor)
 
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float:
         """See `TrainModule`."""
         return self._parallel.clip_grad_norm(max_norm)
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from blocktrain.data.sampling import StepRows
+from blocktrain.modules.unpacked_rows import known_rows
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.protocol import BatchParallel
 from blocktrain.runtime import to_device
@@ -32,28 +33,29 @@ def micro_batches(
 
 def rank_passes(
     context: TrainingContext, parallel: BatchParallel, techniques: Techniques, rows: StepRows, following: StepRows
-) -> float:
-    """This rank's part of the step's rows through the whole model, `micro_rows` at a time. Returns its share of the
+) -> list[Tensor | float]:
+    """This rank's part of the step's rows through the whole model, `micro_rows` at a time. Returns its shares of the
     loss, see `TrainModule.forward_backward`.
 
     While one micro-batch is computed, techniques prefetch what the next one needs.
     """
     parts = context.rows.mine(rows).split(context.micro_rows)
     after = context.rows.mine(following).split(context.micro_rows)[0]
-    loss = 0.0
+    losses: list[Tensor | float] = []
     for (part, batch, weight), coming in zip(micro_batches(context, parts, rows), [*parts[1:], after], strict=True):
         with techniques.around_batch(part, batch):
             techniques.prefetch(coming)
-            micro_loss = context.model(**batch).loss * weight
+            with known_rows(batch):
+                micro_loss = context.model(**batch).loss * weight
             with parallel.gradient_sync() if part is parts[-1] else nullcontext():
                 micro_loss.backward()
-        loss += micro_loss.item()
-    return loss
+        losses.append(micro_loss.detach())
+    return losses
 
 
 def pipeline_passes(
     context: TrainingContext, pipeline: Pipeline, prefix: PrefixCaching | None, rows: StepRows, following: StepRows
-) -> float:
+) -> list[Tensor | float]:
     """All of the step's rows through the layers of all ranks. Returns the loss on rank 0; the others have no share.
 
     Where the pipeline begins above a boundary, each rank first reads or computes the hidden states of its own
@@ -69,4 +71,4 @@ def pipeline_passes(
             hidden[at] = prefix.states(parts[at], batches[at])
             prefix.prefetch(parts[at + size] if at + size < len(parts) else after)
     loss = pipeline.backward(batches, weights=weights, hidden=hidden)
-    return loss if rank == 0 else 0.0
+    return [loss] if rank == 0 else []

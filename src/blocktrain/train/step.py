@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from blocktrain.errors import NonFiniteError
-from blocktrain.runtime import seed_everything
+from blocktrain.runtime import read_numbers, seed_everything
 from blocktrain.schedule import Visit
 from blocktrain.train.context import TrainingContext
 from blocktrain.train.technique import Techniques
@@ -47,9 +47,10 @@ def take_step(
         context.rows.step(step=step + ahead, visit=visit.index, sweep=visit.sweep, visit_step=visit_step + ahead)
         for ahead in (0, 1)
     )
-    loss_share = module.forward_backward(rows, following)
+    loss_shares = module.forward_backward(rows, following)
     norm = module.clip_grad_norm(config.optimizer.max_grad_norm or math.inf)
-    shares = ranks.all_gather([loss_share, 0.0 if norm is None else norm, techniques.flops_saved()])
+    own_norm, *own_losses = read_numbers([0.0 if norm is None else norm, *loss_shares])
+    shares = ranks.all_gather([sum(own_losses), own_norm, techniques.flops_saved()])
     losses, norms, saved = zip(*shares, strict=True)
     loss, mean_norm = sum(losses), sum(norms) / ranks.size
     result = StepResult(

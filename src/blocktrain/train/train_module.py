@@ -46,9 +46,9 @@ class TrainModule(Protocol):
         ...
 
     @property
-    def forward_backward(self) -> Callable[[StepRows, StepRows], float]:
-        """(rows, following) -> this rank's share of the step's mean loss, whose gradients are left in the weights. The
-        shares of all ranks add up to the loss. `following` are the next step's rows, which may be prefetched."""
+    def forward_backward(self) -> Callable[[StepRows, StepRows], list[Tensor | float]]:
+        """(rows, following) -> this rank's shares of the step's mean loss (0-d), whose gradients are in the weights.
+        The shares of all ranks add up to the loss. `following` are the next step's rows, which may be prefetched."""
         ...
 
     def visit(self, visit: Visit, following: Visit | None) -> AbstractContextManager[None]:
@@ -59,8 +59,8 @@ class TrainModule(Protocol):
         """Before the forward pass of 0-based `step`: learn at `lr_factor` times the configured rate."""
         ...
 
-    def clip_grad_norm(self, max_norm: float) -> float | None:
-        """Scale the gradients to a total 2-norm of at most `max_norm`; returns the norm before, or None where the
+    def clip_grad_norm(self, max_norm: float) -> Tensor | float | None:
+        """Scale the gradients to a total 2-norm of at most `max_norm`; returns the norm before (0-d), or None where the
         backward pass has used the gradients up."""
         ...
 

@@ -54,10 +54,11 @@ _SUMS = ("rows", "hits", "computed", "stale", "damaged", "flops_saved", "fill_se
 class PrefixCaching(Technique):
     """Runs the steps of a run's visits from stored hidden states where that pays.
 
-    forward_flops: of each layer, for the rows of one optimizer step.
+    forward_flops: of each layer, for the rows of one optimizer step. step_bytes: the most device memory that a visit
+        takes beside the model's weights, which is no room for a cache.
     """
 
-    def __init__(self, context: TrainingContext, folder: Path, forward_flops: Sequence[int]):
+    def __init__(self, context: TrainingContext, folder: Path, forward_flops: Sequence[int], step_bytes: int = 0):
         self.context = context
         self.folder = folder
         self._rank_folder = folder / "prefix" / f"rank-{context.ranks.rank}"  # of a file store
@@ -68,6 +69,7 @@ class PrefixCaching(Technique):
         self._runner = (ShardedBoundaryRunner if is_collective else BoundaryRunner)(context.partition.chain)
         self._boundaries = {block.index: block.boundary for block in context.partition}
         self._cache: PrefixCache | None = None
+        self._step_bytes = step_bytes
         self._place = "host"  # a name in `STORES`
         self._bandwidths: Bandwidths | None = None  # measured once, when first needed
         self._choice: StoreChoice | None = None
@@ -279,6 +281,8 @@ class PrefixCaching(Technique):
             free[medium] = free.get(medium, 0.0) + self._cache.nbytes * shared_by[medium]
         free["file"] -= room_for_checkpoints(context)
         free = {place: amount / shared_by[place] for place, amount in free.items()}
+        if "device" in free:  # a visit may come that needs more than this one
+            free["device"] = max(0.0, free["device"] - self._step_bytes)
         if self._bandwidths is None:
             measured = config.store == "auto"
             self._bandwidths = (
@@ -389,4 +393,10 @@ def _refusal(context: TrainingContext) -> str | None:
 def build(context: TrainingContext, opening: Opening, folder: Path) -> PrefixCaching | None:
     """Every run has it, except a pipeline whose rows all begin at the inputs."""
     begins_at_inputs = is_pipeline(context.config, context.ranks) and pipeline_config(context.config).start == "inputs"
-    return None if begins_at_inputs else PrefixCaching(context, folder, opening.costs.flops.forward_layers)
+    if begins_at_inputs:
+        return None
+    own = ("frozen", "active", "buffers")  # there already
+    step_bytes = [
+        sum(peak.parts.values()) - sum(peak.parts.get(part, 0) for part in own) for peak in opening.memory.blocks
+    ]
+    return PrefixCaching(context, folder, opening.costs.flops.forward_layers, max(step_bytes, default=0))
