@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -12,10 +12,14 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text. `id` is its path inside the source, followed by `#row` where a file holds many."""
+    """One text. `id` is its path inside the source, followed by `#row` where a file holds many.
+
+    last: False where the next document of a corpus continues this text: a large file is read in parts.
+    """
 
     id: str
     text: str
+    last: bool = True
 
 
 class Corpus(Protocol):
@@ -38,6 +42,20 @@ class Corpus(Protocol):
     def state(self) -> object:
         """A JSON value that differs once the content of the corpus has changed."""
         ...
+
+
+def joined(documents: Iterable[Document]) -> Iterator[Document]:
+    """`documents`, each as a whole.
+
+    >>> list(joined([Document(id="a", text="1", last=False), Document(id="a", text="2")]))
+    [Document(id='a', text='12', last=True)]
+    """
+    parts: list[str] = []
+    for document in documents:
+        parts.append(document.text)
+        if document.last:
+            yield Document(id=document.id, text="".join(parts))
+            parts = []
 
 
 def hash_fraction(name: str) -> float:
