@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from blocktrain.data.chat_template import DEFAULT, ChatTemplate
@@ -24,9 +26,13 @@ CHATML = (
 )
 
 
+def encoded(template: ChatTemplate, tools: list[dict[str, Any]] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    return template.encode([template.render(Conversation(messages=TALK, tools=tools), "row 1")])[0]
+
+
 def rendered(template: ChatTemplate) -> tuple[str, list[str]]:
     """The rendered text, and the parts of it that are trained."""
-    ids, trained = template.encode(Conversation(messages=TALK), "row 1")
+    ids, trained = encoded(template)
     tokenizer, stretches = ByteTokenizer(), []
     for at in range(len(ids)):
         if trained[at]:
@@ -47,7 +53,7 @@ def test_the_default_template():
     text, stretches = rendered(ChatTemplate(tokenizer))
     assert text == "system:\nBe short.\nuser:\n2 + 2?\nassistant:\n4user:\nÉ?\nassistant:\né!"
     assert stretches == ["4", "é!"]
-    ids, trained = ChatTemplate(tokenizer).encode(Conversation(messages=TALK), "row 1")
+    ids, trained = encoded(ChatTemplate(tokenizer))
     assert ids[-1] == tokenizer.eos
     assert trained[-1]  # to end is learned too
 
@@ -63,11 +69,7 @@ def test_marks_and_growth_agree(tmp_path: Path):
     assert unmarked != DEFAULT
     marked, grown = ChatTemplate(ByteTokenizer()), ChatTemplate(ByteTokenizer(), write(tmp_path, unmarked))
     assert marked.fingerprint != grown.fingerprint
-    for one, other in zip(
-        marked.encode(Conversation(messages=TALK), "row 1"),
-        grown.encode(Conversation(messages=TALK), "row 1"),
-        strict=True,
-    ):
+    for one, other in zip(encoded(marked), encoded(grown), strict=True):
         assert one.tolist() == other.tolist()
 
 
@@ -75,13 +77,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path):
     """The templates of reasoning models do so: they drop the thoughts of all answers but the last."""
     forgets = "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:1] }}{% endfor %}"
     with pytest.raises(DataError, match=r"row 1: the chat template rewrites what comes before message 3"):
-        ChatTemplate(ByteTokenizer(), write(tmp_path, forgets)).encode(Conversation(messages=TALK), "row 1")
+        ChatTemplate(ByteTokenizer(), write(tmp_path, forgets)).render(Conversation(messages=TALK), "row 1")
 
 
 def test_an_error_of_a_template_names_the_place(tmp_path: Path):
     strict = "{{ raise_exception('no system messages') }}"
     with pytest.raises(DataError, match=r"row 7: the chat template refuses this conversation: no system messages"):
-        ChatTemplate(ByteTokenizer(), write(tmp_path, strict)).encode(Conversation(messages=TALK), "row 7")
+        ChatTemplate(ByteTokenizer(), write(tmp_path, strict)).render(Conversation(messages=TALK), "row 7")
     with pytest.raises(ConfigError, match=r"template '.*nowhere' cannot be read"):
         ChatTemplate(ByteTokenizer(), str(tmp_path / "nowhere"))
 
@@ -90,7 +92,7 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path):
     from transformers import AutoTokenizer
 
     tokenizer = ByteTokenizer()
-    ids, _ = ChatTemplate(tokenizer).encode(Conversation(messages=TALK), "row 1")
+    ids, _ = encoded(ChatTemplate(tokenizer))
     tokenizer.save(tmp_path)
     loaded = AutoTokenizer.from_pretrained(str(tmp_path))
     assert loaded.apply_chat_template(TALK, return_dict=True)["input_ids"] == ids.tolist()
@@ -107,8 +109,8 @@ def with_tools(template: str) -> str:
 def test_tools_reach_the_template(tmp_path: Path, template: str):
     """The template was rendered without the tools, and no warning was given."""
     reads = ChatTemplate(ByteTokenizer(), write(tmp_path, with_tools(template)))
-    plain, tools = Conversation(messages=TALK), Conversation(messages=TALK, tools=TOOLS)
-    (before, learned_before), (ids, learned) = reads.encode(plain, "row 1"), reads.encode(tools, "row 1")
+    tools = Conversation(messages=TALK, tools=TOOLS)
+    (before, learned_before), (ids, learned) = encoded(reads), encoded(reads, TOOLS)
     text = ByteTokenizer().decode(ids.tolist())
     assert text.startswith('tools: [{"type": "function", "function": {"name": "add"')
     assert text.endswith(ByteTokenizer().decode(before.tolist()))
@@ -121,10 +123,7 @@ def test_the_second_template_of_a_tokenizer_is_for_tools():
     tokenizer = ByteTokenizer()
     tokenizer.pretrained.chat_template = {"default": CHATML, "tool_use": with_tools(DEFAULT)}
     template = ChatTemplate(tokenizer)
-    texts = [
-        tokenizer.decode(template.encode(Conversation(messages=TALK, tools=tools), "row 1")[0].tolist())
-        for tools in (None, TOOLS)
-    ]
+    texts = [tokenizer.decode(encoded(template, tools)[0].tolist()) for tools in (None, TOOLS)]
     assert [text.split()[0] for text in texts] == ["<|im_start|>system", "tools:"]
     assert template.unread(Conversation(messages=TALK, tools=TOOLS)) == []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ DEFAULT = """\
 
 _QUIET = {"verbose": False}  # ChatRows warns once about conversations that are too long
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as a text; `spans` are the assistant's characters, [begin, end) each."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
@@ -65,50 +74,74 @@ class ChatTemplate:
         names += [("tools", "tools")] if conversation.tools else []
         return [name for key, name in names if not re.search(rf"\b{re.escape(key)}\b", text)]
 
-    def encode(self, conversation: Conversation, place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, int64 (T,), and whether the assistant wrote each, bool (T,).
+    def render(self, conversation: Conversation, place: str) -> Rendered:
+        """The text of a conversation and the assistant's parts of it.
 
         Raises `RowError`, naming `place`, if the template refuses the conversation; `DataError` if the assistant's
-        tokens cannot be found in what it renders.
+        turns cannot be found in what it renders.
         """
-        messages, tools = conversation.messages, conversation.tools
-        text = self._text_for_tools if tools else self._text
         try:
-            if self._pretrained.is_fast and _MARKS.search(text):
-                rendered = self._pretrained.apply_chat_template(
-                    messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET
-                )
-                return np.array(rendered["input_ids"]), np.array(rendered["assistant_masks"], bool)
-            return self._by_growth(conversation, place)
+            return self._rendered(conversation, place)
         except DataError:
             raise
         except Exception as error:  # a template raises any class, Jinja's errors among others
             raise RowError(f"{place}: the chat template refuses this conversation: {first_line(error)}") from error
 
-    def _by_growth(self, conversation: Conversation, place: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, conversations: list[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each, token ids, int64 (T,), and whether the assistant wrote each, bool (T,)."""
+        if not conversations:
+            return []
+        texts = [conversation.text for conversation in conversations]
+        encoded = self._pretrained(texts, add_special_tokens=False, return_attention_mask=False, **_QUIET)
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for row, (conversation, ids) in enumerate(zip(conversations, encoded["input_ids"], strict=True)):
+            trained = np.zeros(len(ids), bool)
+            for begin, end in conversation.spans:
+                if self._pretrained.is_fast:  # a character may belong to no token, as a space before a word
+                    at = (encoded.char_to_token(row, place) for place in range(begin, end))
+                    back = (encoded.char_to_token(row, place) for place in range(end - 1, begin - 1, -1))
+                    first, last = (
+                        next((token for token in tokens if token is not None), None) for tokens in (at, back)
+                    )
+                    if first is not None and last is not None:
+                        trained[first : last + 1] = True
+                else:
+                    trained[slice(*(self._count(conversation.text[:place]) for place in (begin, end)))] = True
+            found.append((np.array(ids, np.int64), trained))
+        return found
+
+    def _count(self, text: str) -> int:
+        return len(self._pretrained(text, add_special_tokens=False, **_QUIET)["input_ids"])
+
+    def _rendered(self, conversation: Conversation, place: str) -> Rendered:
         messages, tools = conversation.messages, conversation.tools
-        ids = self._ids(messages, tools)
-        trained = np.zeros(len(ids), bool)
+        text = self._text_for_tools if tools else self._text
+        if _MARKS.search(text):
+            (rendered,), (spans,) = self._jinja(text, messages, tools, return_assistant_tokens_mask=True)
+            return Rendered(text=rendered, spans=tuple(spans))
+        whole = self._render(text, messages, tools)
+        spans = []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._ids(messages[:turn], tools, prompt=True)
-                until = self._ids(messages[: turn + 1], tools)
-                if not (_starts_with(until, before) and _starts_with(ids, until)):
+                before = self._render(text, messages[:turn], tools, add_generation_prompt=True)
+                until = self._render(text, messages[: turn + 1], tools)
+                if not (until.startswith(before) and whole.startswith(until)):
                     raise DataError(
                         f"{place}: the chat template rewrites what comes before message {turn + 1}, so the assistant's "
                         "tokens cannot be found; mark them with {% generation %} in a template of your own"
                     )
-                trained[len(before) : len(until)] = True
-        return ids, trained
+                spans.append((len(before), len(until)))
+        return Rendered(text=whole, spans=tuple(spans))
 
-    def _ids(self, messages: list[Message], tools: list[Tool] | None, *, prompt: bool = False) -> np.ndarray:
+    def _render(self, template: str, messages: list[Message], tools: list[Tool] | None, **settings: bool) -> str:
         if not messages:  # the assistant has the first turn
-            return np.empty(0, np.int64)
-        rendered = self._pretrained.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=prompt, return_dict=True, tokenizer_kwargs=_QUIET
-        )
-        return np.array(rendered["input_ids"])
+            return ""
+        return self._jinja(template, messages, tools, **settings)[0][0]
 
+    def _jinja(self, template: str, messages: list[Message], tools: list[Tool] | None, **settings: bool) -> Any:
+        """What `apply_chat_template` renders; that gives the places of the marks only as tokens, a row at a time."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-def _starts_with(whole: np.ndarray, part: np.ndarray) -> bool:
-    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+        messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        names = self._pretrained.special_tokens_map
+        return render_jinja_template([messages], tools=tools, chat_template=template, **settings, **names)

@@ -1,4 +1,4 @@
-"""Cutting a long text where its tokenizer cuts it anyway, so that memory does not grow with the text and all cores work.
+"""Cutting a long text where its tokenizer cuts it anyway: memory does not grow with the text, and all cores work.
 
 A tokenizer needs some 100 bytes of memory per character and one core per text. The tokens of the pieces, one after the
 other, are those of the whole text: a place is used only if the text around it has the same tokens with and without a
