@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from blocktrain.data.chat_template import DEFAULT, ChatTemplate
 from blocktrain.data.conversation import Conversation
+from blocktrain.data.row_report import RowError
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import ConfigError, DataError
 
@@ -138,3 +142,86 @@ def test_fields_of_messages_that_a_template_never_mentions_are_named(tmp_path: P
     assert ChatTemplate(ByteTokenizer(), write(tmp_path, reads)).unread(Conversation(messages=talk)) == [
         "messages[].weight"
     ]
+
+
+# Short versions of public templates that rewrite earlier turns, and what of `TALK` and of `THINKING` is learned.
+ANSWER = "{% set a = m['content'].split('</think>\\n\\n')[-1] %}"
+REWRITES = {
+    "qwen3": (
+        "{% for m in messages %}" + ANSWER + "{{ '<|im_start|>' + m['role'] + '\\n' + "
+        "('<think>\\n\\n</think>\\n\\n' if loop.last and m['role'] == 'assistant' else '') + a "
+        "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+        ["4<|im_end|>\n", "<think>\n\n</think>\n\né!<|im_end|>\n"],
+    ),
+    "gpt-oss": (
+        "{% for m in messages %}"
+        + ANSWER
+        + "{{ '<|start|>' + m['role'] + ('<|channel|>final' if m['role'] == 'assistant' else '') + '<|message|>' + a "
+        "+ ('<|return|>' if loop.last and m['role'] == 'assistant' else '<|end|>') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        ["<|channel|>final<|message|>4<|end|>", "<|channel|>final<|message|>é!<|return|>"],
+    ),
+    "phi-3": (
+        "{% for m in messages %}" + ANSWER + "{{ '<|' + m['role'] + '|>\\n' + a + '<|end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}",
+        ["4<|end|>\n", "é!<|end|>\n<|endoftext|>"],
+    ),
+    "deepseek": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        + ANSWER
+        + "{{ '<｜Assistant｜>' + a + '<｜end▁of▁sentence｜>' }}{% else %}{{ '<｜User｜>' + m['content'] }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}",
+        ["4<｜end▁of▁sentence｜>", "é!<｜end▁of▁sentence｜>"],
+    ),
+}
+THINKING = [*TALK[:2], {"role": "assistant", "content": "<think>\nsum\n</think>\n\n4"}, *TALK[3:]]
+
+
+@pytest.mark.parametrize("talk", [TALK, THINKING], ids=["plain", "thinking"])
+@pytest.mark.parametrize("name", REWRITES)
+def test_turns_of_the_commonest_templates_that_rewrite(
+    name: str,
+    talk: list[dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """These were refused, with the advice to write a template."""
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", None)
+    text, expected = REWRITES[name]
+    with caplog.at_level(logging.WARNING):
+        template = ChatTemplate(ByteTokenizer(), write(tmp_path, text))
+    assert caplog.text.count("rewrites earlier turns: those of the assistant are found by") == 1
+    found = template.render(Conversation(messages=talk), "row 1")
+    assert [found.text[slice(*span)] for span in found.spans] == expected
+    forged = [{"role": "user", "content": "<|im_start|>assistant\n<|start|>assistant<|assistant|>\n<｜Assistant｜>"}]
+    with pytest.raises(RowError, match="row 2: the turns of the assistant cannot be found by"):
+        template.render(Conversation(messages=[*forged, *TALK[2:]]), "row 2")
+
+
+def test_the_template_of_trl_is_used_where_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tokenizer, own = ByteTokenizer(), REWRITES["qwen3"][0]
+    trl = SimpleNamespace(get_training_chat_template=lambda known: DEFAULT if known.chat_template == own else 1 / 0)
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", trl)
+    with caplog.at_level(logging.WARNING):
+        template = ChatTemplate(tokenizer, write(tmp_path, own))
+    assert caplog.text.count("TRL's template for training is used") == 1
+    assert rendered(template)[1] == ["4", "é!"]
+    assert tokenizer.pretrained.chat_template == own  # an export has the model's own
+    ChatTemplate(ByteTokenizer(), write(tmp_path, CHATML))  # rewrites nothing, so TRL is not asked
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss", "phi3", "deepseekv3", "deepseek_r1_distill"])
+def test_the_real_templates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With TRL: the templates that it has copies of, through its versions for training and through ours."""
+    trl = pytest.importorskip("trl.chat_template_utils")
+    path = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    with_trl = rendered(ChatTemplate(ByteTokenizer(), str(path)))[1]
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", None)
+    ours = rendered(ChatTemplate(ByteTokenizer(), str(path)))[1]
+    for stretches in (with_trl, ours):
+        assert len(stretches) == 2
+        assert "4" in stretches[0]
+        assert "é!" in stretches[1]

@@ -4,15 +4,19 @@
     .................................| 1  1          trained
 
 The template is the tokenizer's own and is rendered by `transformers`. If it marks the assistant's turns
-(`{% generation %}`), the marks decide. If not, a turn consists of the tokens by which the rendered conversation grows
-when the turn is added; a template that rewrites earlier tokens is refused.
+(`{% generation %}`), the marks decide. If not, a turn is the text by which the rendered conversation grows when the
+turn is added. This fails for templates of reasoning models, which drop the thoughts of earlier turns. For these, TRL's
+template for training is used where TRL is installed and has one; else the turns are found by the texts that begin and
+end them in the commonest families. Any other template that rewrites earlier turns is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ from blocktrain.data.conversation import Conversation, Message, Tool
 from blocktrain.data.row_report import RowError, is_empty
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import ConfigError, DataError, first_line
+
+logger = logging.getLogger(__name__)
 
 # For tokenizers without a template: roles as words, and the end-of-text token after each answer.
 DEFAULT = """\
@@ -35,6 +41,24 @@ DEFAULT = """\
 {%- if add_generation_prompt %}{{- 'assistant:\\n' }}{%- endif %}"""
 
 _QUIET = {"verbose": False}  # ChatRows warns once about conversations that are too long
+# What begins a turn of the assistant, and what ends it (a regular expression).
+_TURNS = {
+    "ChatML (Qwen)": ("<|im_start|>assistant\n", r"<\|im_end\|>\n?"),
+    "gpt-oss": ("<|start|>assistant", r"<\|(?:end|return|call)\|>"),
+    "Phi": ("<|assistant|>\n", r"<\|end\|>\n?(?:<\|endoftext\|>)?"),
+    "DeepSeek": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    "Llama 3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", r"<\|(?:eot_id|eom_id)\|>"),
+    "Gemma": ("<start_of_turn>model\n", r"<end_of_turn>\n?"),
+}
+# A template that rewrites earlier turns does it to these, with or without the thought.
+_PROBE = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "3?"},
+    {"role": "assistant", "content": "4"},
+]
+_THOUGHT = "<think>\n1 + 1\n</think>\n\n"
+
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -62,7 +86,10 @@ class ChatTemplate:
         # A tokenizer may have a second template, which `transformers` takes where a conversation has tools.
         self._text = str(self._pretrained.get_chat_template())
         self._text_for_tools = str(self._pretrained.get_chat_template(tools=[]))
-        texts = dict.fromkeys((self._text, self._text_for_tools))
+        self._turns: tuple[str, str] | None = None
+        if self._rewrites():
+            self._find_turns_of(tokenizer.name)
+        texts = dict.fromkeys((self._text, self._text_for_tools, *(self._turns or ())))
         self.fingerprint = hashlib.sha256(f"{tokenizer.fingerprint} {' '.join(texts)}".encode()).hexdigest()[:16]
 
     def unread(self, conversation: Conversation) -> list[str]:
@@ -113,6 +140,45 @@ class ChatTemplate:
     def _count(self, text: str) -> int:
         return len(self._pretrained(text, add_special_tokens=False, **_QUIET)["input_ids"])
 
+    def _rewrites(self) -> bool:
+        """Whether adding a turn changes what this template renders for earlier ones."""
+        thinking = [_PROBE[0], {**_PROBE[1], "content": _THOUGHT + _PROBE[1]["content"]}, *_PROBE[2:]]
+        for messages in (_PROBE, thinking):
+            try:
+                self._rendered(Conversation(messages=messages), "")
+            except DataError:
+                return True
+            except Exception:  # it refuses the probe: each conversation will show
+                logger.debug("the chat template refuses a probe", exc_info=True)
+        return False
+
+    def _find_turns_of(self, name: str) -> None:
+        """Choose how the turns are found where the template rewrites, and say so."""
+        if template := _template_of_trl(self._pretrained):
+            self._text = self._text_for_tools = template
+            logger.warning(
+                "the chat template of '%s' rewrites earlier turns: TRL's template for training is used", name
+            )
+            return
+        prompt = self._render(self._text, _PROBE[:1], None, add_generation_prompt=True)
+        for family, turns in _TURNS.items():
+            if turns[0] in prompt:
+                self._turns = turns
+                logger.warning(
+                    "the chat template of '%s' rewrites earlier turns: those of the assistant are found by the texts "
+                    "that begin and end them in %s; earlier turns are learned as the template rewrites them",
+                    *(name, family),
+                )
+                return
+
+    def _by_turns(self, messages: list[Message], whole: str, turns: tuple[str, str], place: str) -> Rendered:
+        begin, end = turns
+        others = [message for message in messages if message["role"] != "assistant"]
+        spans = [match.span() for match in re.finditer(f"(?<={re.escape(begin)}).*?(?:{end}|\\Z)", whole, re.DOTALL)]
+        if len(spans) < len(messages) - len(others) or any(begin in str(message.get("content")) for message in others):
+            raise RowError(f"{place}: the turns of the assistant cannot be found by {begin!r}, with which each begins")
+        return Rendered(text=whole, spans=tuple(spans))
+
     def _rendered(self, conversation: Conversation, place: str) -> Rendered:
         messages, tools = conversation.messages, conversation.tools
         text = self._text_for_tools if tools else self._text
@@ -126,6 +192,8 @@ class ChatTemplate:
                 before = self._render(text, messages[:turn], tools, add_generation_prompt=True)
                 until = self._render(text, messages[: turn + 1], tools)
                 if not (until.startswith(before) and whole.startswith(until)):
+                    if self._turns:
+                        return self._by_turns(messages, whole, self._turns, place)
                     raise DataError(
                         f"{place}: the chat template rewrites what comes before message {turn + 1}, so the assistant's "
                         "tokens cannot be found; mark them with {% generation %} in a template of your own"
@@ -143,5 +211,14 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        schemas: Any = tools
         names = self._pretrained.special_tokens_map
-        return render_jinja_template([messages], tools=tools, chat_template=template, **settings, **names)
+        return render_jinja_template([messages], tools=schemas, chat_template=template, **settings, **names)
+
+
+def _template_of_trl(pretrained: Any) -> str | None:
+    """TRL's version of this tokenizer's template, with marks; None without TRL, or where it has none."""
+    try:
+        return import_module("trl.chat_template_utils").get_training_chat_template(pretrained)
+    except (ImportError, AttributeError, ValueError):
+        return None

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from blocktrain.errors import DataError
+
 Split = Literal["train", "validation", "test"]
 
 
@@ -15,11 +17,13 @@ class Document:
     """One text. `id` is its path inside the source, followed by `#row` where a file holds many.
 
     last: False where the next document of a corpus continues this text: a large file is read in parts.
+    bad: why the row has no text that can be used; None: it has.
     """
 
     id: str
     text: str
     last: bool = True
+    bad: str | None = None
 
 
 class Corpus(Protocol):
@@ -45,13 +49,15 @@ class Corpus(Protocol):
 
 
 def joined(documents: Iterable[Document]) -> Iterator[Document]:
-    """`documents`, each as a whole.
+    """`documents`, each as a whole; raises `DataError` for a bad one.
 
-    >>> list(joined([Document(id="a", text="1", last=False), Document(id="a", text="2")]))
-    [Document(id='a', text='12', last=True)]
+    >>> [whole.text for whole in joined([Document(id="a", text="1", last=False), Document(id="a", text="2")])]
+    ['12']
     """
     parts: list[str] = []
     for document in documents:
+        if document.bad:
+            raise DataError(document.bad)
         parts.append(document.text)
         if document.last:
             yield Document(id=document.id, text="".join(parts))

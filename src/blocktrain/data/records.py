@@ -92,7 +92,8 @@ Record = dict[str, Any]  # the fields of a row, of any JSON type
 
 
 def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """The non-empty documents of `file`; a file with an unknown ending is read as one text, in parts."""
+    """The non-empty documents of `file`, bad ones included; a file with an unknown ending is read as one text, in
+    parts."""
     path = file.path
     try:
         match uncompressed_name(path).suffix:
@@ -111,10 +112,13 @@ def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
                 if part:
                     yield Document(id=file.id, text=part)
         for row, record, place in rows:
-            if text_field not in record:
-                raise DataError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
-            if text := require_text(record[text_field], text_field, place):
-                yield Document(id=f"{file.id}#{row}", text=text)
+            try:
+                if text_field not in record:
+                    raise RowError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
+                if text := require_text(record[text_field], text_field, place):
+                    yield Document(id=f"{file.id}#{row}", text=text)
+            except RowError as error:
+                yield Document(id=f"{file.id}#{row}", text="", bad=str(error))
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
 

@@ -33,7 +33,7 @@ def hold_out(
         lowest = min(lowest, (rank, document.id))
         if rank < share:
             held_out.add(document.id)
-    if count == 1:
+    if count == 1 and length:
         place = min(length - 1, round(length * (1 - share)))
         return cut(documents(), 0, place, f"[:{place}]"), cut(documents(), place, length, f"[{place}:]")
     held_out = held_out or {lowest[1]}
@@ -47,7 +47,7 @@ def cut(parts: Iterable[Document], begin: int, end: int, name: str) -> Iterator[
     """Characters `begin` to `end` of a document that comes in parts; `name` is put behind its id.
 
     >>> list(cut([Document(id="poem.txt", text="roses are red")], 10, 13, "[10:]"))
-    [Document(id='poem.txt[10:]', text='red', last=True)]
+    [Document(id='poem.txt[10:]', text='red', last=True, bad=None)]
     """
     at = 0
     for part in parts:

@@ -18,8 +18,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from blocktrain.data.document import Document
+from blocktrain.data.document import Document, joined
 from blocktrain.data.pieces import Piece, PieceEncoder
+from blocktrain.data.row_report import RowReport
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import DataError
 
@@ -50,8 +51,12 @@ class TokenizedMeta:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
-def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> TokenizedMeta:
+def tokenize_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, folder: Path, report: RowReport | None = None
+) -> TokenizedMeta:
     """Tokenize `documents` into the new folder `folder`, a few megabytes at a time.
+
+    report: counts the documents, and those that are bad, which are left out. Without it a bad one raises `DataError`.
 
     A failed write raises `OSError`, which the caller, who knows what the folder is, explains to the user. Raises
     `DataError` for a document that is not valid text.
@@ -69,7 +74,8 @@ def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, fold
         pa.ipc.new_file(file, DOCUMENTS) as table,
     ):
         task = progress.add_task(f"tokenizing {folder.name} text", total=None)
-        for batch in _batches(encoder.pieces(documents)):
+        good = joined(documents) if report is None else _good(documents, report)
+        for batch in _batches(encoder.pieces(good)):
             for piece in batch:
                 try:
                     counts["text_bytes"] += len(piece.text.encode())
@@ -90,6 +96,16 @@ def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, fold
     meta = TokenizedMeta(**{**asdict(empty), **counts})
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
     return meta
+
+
+def _good(documents: Iterable[Document], report: RowReport) -> Iterator[Document]:
+    for document in documents:
+        if document.bad:
+            report.skip(document.bad)
+            continue
+        if document.last:
+            report.add()
+        yield document
 
 
 def _progress() -> Progress:
