@@ -148,7 +148,10 @@ def rendering(source: str, tokenizer_name: str) -> dict[str, Any]:
     documents = list(training_documents(source, None, None, Path("unused")))
 
     def encode(row: dict[str, str]) -> dict[str, np.ndarray]:
-        ids, trained = template.encode(reader.read(record_of(Document(**row)), row["id"]), row["id"])
+        rendered = template.render(
+            reader.read(record_of(Document(id=row["id"], text=row["text"])), row["id"]), row["id"]
+        )
+        ((ids, trained),) = template.encode([rendered])
         return {"ids": ids, "trained": trained}
 
     def mapped(folder: Path, processes: int | None) -> None:

@@ -144,3 +144,16 @@ def test_hub_data_set(tmp_path, monkeypatch):
     assert {path.name for path in folder.iterdir()} == {"train.jsonl", "test.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == {"owner", "cache"}
     assert [path.name for path in cache.iterdir()] == ["datasets"]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_folder_of_save_to_disk(tmp_path, splits):
+    """The notes that it puts beside the rows were read as rows, which ended a run with [chat] or [labelled]."""
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
+    (DatasetDict({"train": rows, "test": rows}) if splits else rows).save_to_disk(str(tmp_path / "saved"))
+    for text_field, texts in (("text", ["a", "b"]), (None, ['{"text": "a", "label": 0}', '{"text": "b", "label": 1}'])):
+        corpus = open_corpus(str(tmp_path / "saved"), text_field=text_field, cache=tmp_path)
+        assert corpus.splits == (("test", "train") if splits else ("train",))
+        assert [document.text for document in corpus.documents("train")] == texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Features, List, Value
 
@@ -14,13 +14,16 @@ from blocktrain.data.document import Document
 from blocktrain.data.parallel_map import map_documents
 from blocktrain.errors import DataError
 
-FEATURES = Features({"codes": List(Value("uint32")), "process": List(Value("int64"))})
+FEATURES = Features({"codes": List(Value("uint32")), "process": Value("int64")})
 
 
-def codes(document: Document) -> dict[str, np.ndarray]:
-    if document.text == "bad":
-        raise DataError(f"'{document.id}' is bad")
-    return {"codes": np.array([ord(letter) for letter in document.text]), "process": np.array([os.getpid()])}
+def codes(documents: list[Document]) -> pa.Table:
+    for document in documents:
+        if document.text == "bad":
+            raise DataError(f"'{document.id}' is bad")
+    letters = [[ord(letter) for letter in document.text] for document in documents]
+    process = pa.array([os.getpid()] * len(documents), pa.int64())
+    return pa.table({"codes": pa.array(letters, pa.list_(pa.uint32())), "process": process})
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -29,9 +32,10 @@ def test_results_are_in_the_order_of_the_documents(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "cpu_count", lambda: processes)
     texts = [*(f"text {number}" for number in range(199)), "half a pair: \ud800"]
     documents = (Document(id=f"rows.jsonl#{row}", text=text) for row, text in enumerate(texts))
-    found = list(map_documents(documents, codes, features=FEATURES, scratch=tmp_path / "scratch", label="x"))
+    tables = map_documents(documents, codes, features=FEATURES, scratch=tmp_path / "scratch", label="x")
+    found = [row for table in tables for row in table.to_pylist()]
     assert ["".join(map(chr, row["codes"])) for row in found] == texts
-    workers = {int(row["process"][0]) for row in found}
+    workers = {row["process"] for row in found}
     assert workers == {os.getpid()} if processes == 1 else len(workers - {os.getpid()}) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"scratch"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from blocktrain.data.document import Document
-from blocktrain.data.splits import cut, hold_out
+from blocktrain.data.document import Document, joined
+from blocktrain.data.splits import first_documents, hold_out
 
 
 def _documents(count):
@@ -45,7 +45,24 @@ def test_a_single_document_is_cut():
 
 
 def test_a_cut_leaves_at_least_one_character_for_validation():
-    assert cut(Document(id="x", text="ab"), 0.001)[1].text == "b"
+    _, validation = hold_out(lambda: [Document(id="x", text="ab")], 0.001)
+    assert [document.text for document in validation] == ["b"]
+
+
+def test_a_document_in_parts_is_cut_like_a_whole_one():
+    """A file of 200 MB was one text, of which every step made a copy."""
+    text = "0123456789" * 10
+    parts = [Document(id="input.txt", text=text[at : at + 7], last=at + 7 >= 100) for at in range(0, 100, 7)]
+    whole = [list(side) for side in hold_out(lambda: [Document(id="input.txt", text=text)], 0.1)]
+    sides = [list(side) for side in hold_out(lambda: parts, 0.1)]
+    assert [len(side) for side in sides] == [13, 3]
+    assert [list(joined(side)) for side in sides] == whole
+
+
+def test_a_limit_counts_documents_and_not_parts():
+    parts = [Document(id=f"{part // 3}", text="x", last=part % 3 == 2) for part in range(9)]
+    assert list(first_documents(parts, 2)) == parts[:6]
+    assert list(first_documents(parts, None)) == parts
 
 
 def test_nothing_to_hold_out():

@@ -173,3 +173,21 @@ def test_a_row_longer_than_all_data(cache, tmp_path):
         DataError, match=r"do not fill one row of 100000 tokens; give more text or a smaller row_tokens"
     ):
         open_text(TextConfig(source=_jsonl(tmp_path / "a.jsonl", 9), row_tokens=100_000, cache=cache))
+
+
+def test_a_row_without_a_text_is_skipped_and_shown(cache, tmp_path, caplog):
+    """One such row ended the run."""
+    source = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": f"row {i:04d}"}) for i in range(300)]
+    source.write_text("\n".join([*lines, '{"text": null}', '{"txt": "x"}']))
+    config = TextConfig(source=str(source), validation=_jsonl(tmp_path / "v.jsonl", 9), row_tokens=4, cache=cache)
+    for _ in ("tokenized now", "found in the cache"):
+        caplog.clear()
+        data = open_text(config)
+        assert data.train.meta.documents == 300
+        assert "2 of 302 train documents cannot be used and are skipped; they:" in caplog.text
+        assert "line 301: field 'text' is null, not text; " in caplog.text
+        assert "line 302 has no field 'text'; did you mean 'txt'? (text_field)" in caplog.text
+    source.write_text("\n".join([*lines, *['{"text": 3}'] * 4]))
+    with pytest.raises(DataError, match=r"4 of 304 train documents cannot be used, and at most 1 % .* is a number"):
+        open_text(config)

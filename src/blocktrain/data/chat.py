@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from blocktrain.data.bin_packing import best_fit
 from blocktrain.data.cache_folder import cache_home, cached_folder
-from blocktrain.data.chat_template import ChatTemplate
+from blocktrain.data.chat_template import ChatTemplate, Rendered
 from blocktrain.data.conversation import ConversationReader
 from blocktrain.data.document import Document
 from blocktrain.data.kinds import DataKind, TrainingData, register
@@ -167,43 +168,52 @@ def _encode(
     used, and counts in `missing` the rows that do not have a field of `chat.fields`."""
     from datasets import Features, List, Value
 
-    def encode(document: Document) -> dict[str, np.ndarray]:
-        record, place = record_of(document), f"'{document.id}'"
-        note: dict[str, object] = {"missing": reader.missing(record)}
-        ids, trained = np.empty(0, np.int64), np.empty(0, bool)
-        try:
-            conversation = reader.read(record, place)
-            ids, trained = template.encode(conversation, place)
-            note["ignored"] = [*conversation.ignored, *template.unread(conversation)]
-        except RowError as error:
-            note["bad"] = str(error)
-        # As bytes, because other processes write it.
-        return {"ids": ids, "trained": trained, "note": np.frombuffer(json.dumps(note).encode(), np.uint8)}
+    def encode(documents: list[Document]) -> pa.Table:
+        notes: list[dict[str, object]] = []
+        rendered: list[Rendered] = []
+        for document in documents:
+            record, place = record_of(document), f"'{document.id}'"
+            note: dict[str, object] = {"missing": reader.missing(record)}
+            notes.append(note)
+            rendered.append(Rendered(text="", spans=()))
+            try:
+                conversation = reader.read(record, place)
+                rendered[-1] = template.render(conversation, place)
+                note["ignored"] = [*conversation.ignored, *template.unread(conversation)]
+            except RowError as error:
+                note["bad"] = str(error)
+        ids, trained = zip(*template.encode(rendered), strict=True)
+        starts = pa.array(np.cumsum([0, *map(len, ids)]), pa.int32())
+        lists = [
+            pa.ListArray.from_arrays(starts, pa.array(np.concatenate(values), type))
+            for values, type in ((ids, pa.uint32()), (trained, pa.bool_()))
+        ]
+        return pa.table({"ids": lists[0], "trained": lists[1], "note": [json.dumps(note) for note in notes]})
 
     folder.mkdir()
     scratch = folder / "scratch"
-    starts = [0]
+    lengths: list[int] = []
     report = RowReport(rows=f"{folder.name} conversations")
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
-        for row in map_documents(
+        for table in map_documents(
             documents,
             encode,
-            features=Features(
-                {"ids": List(Value("uint32")), "trained": List(Value("bool")), "note": List(Value("uint8"))}
-            ),
+            features=Features({"ids": List(Value("uint32")), "trained": List(Value("bool")), "note": Value("string")}),
             scratch=scratch,
             label=f"rendering {folder.name} conversations",
         ):
-            note = json.loads(row["note"].astype(np.uint8).tobytes())
-            missing.update(note["missing"])
-            if "bad" in note:
-                report.skip(note["bad"])
-                continue
-            report.add(note["ignored"])
-            tokens.write(row["ids"].astype(np.uint32).data)
-            marks.write(row["trained"].astype(np.uint8).data)
-            starts.append(starts[-1] + len(row["ids"]))
-    np.save(folder / "starts.npy", np.array(starts, np.int64))
+            ids, trained = (table.column(name).combine_chunks() for name in ("ids", "trained"))
+            tokens.write(ids.flatten().to_numpy().data)  # a bad row has none
+            marks.write(trained.flatten().to_numpy(zero_copy_only=False).astype(np.uint8).data)
+            counts = ids.value_lengths().to_numpy().tolist()
+            for count, note in zip(counts, map(json.loads, table.column("note").to_pylist()), strict=True):
+                missing.update(note["missing"])
+                if "bad" in note:
+                    report.skip(note["bad"])
+                else:
+                    report.add(note["ignored"])
+                    lengths.append(count)
+    np.save(folder / "starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
     shutil.rmtree(scratch)
     return report
 
@@ -234,9 +244,9 @@ class ChatRows:
         lengths = np.diff(self._starts)
         too_many = lengths > row_tokens
         self.num_too_long = int(too_many.sum())
-        fits = np.flatnonzero(~too_many if too_long == "drop" else np.full(len(lengths), True)).tolist()
-        # The conversations that fit and have a token to learn.
-        self._kept = np.array([index for index in fits if self._learned(index).any()], np.int64)
+        fits = np.flatnonzero(~too_many if too_long == "drop" else np.full(len(lengths), True))
+        self._counts = self._num_learned(np.minimum(lengths, row_tokens))
+        self._kept = fits[self._counts[fits] > 0]
         if not len(self._kept):
             raise DataError(
                 f"none of the {len(lengths)} conversations fits into a row of {row_tokens} tokens (the shortest has "
@@ -325,9 +335,19 @@ class ChatRows:
         start, stop = self._starts[conversation : conversation + 2].tolist()
         return slice(start, min(stop, start + self.row_tokens))
 
+    def _num_learned(self, lengths: np.ndarray) -> np.ndarray:
+        """How many tokens are learned of the first `lengths` tokens of each conversation, int64 (N,)."""
+        counts = np.zeros(len(lengths), np.int64)
+        some = lengths > 1  # the first is never learned
+        starts = self._starts[:-1][some]
+        if edges := np.stack([starts + 1, starts + lengths[some]], axis=1).ravel().tolist():
+            inside = edges if edges[-1] < len(self._trained) else edges[:-1]
+            counts[some] = np.add.reduceat(self._trained, inside, dtype=np.int64)[::2]
+        return counts
+
     @cached_property
     def _weights(self) -> np.ndarray:
-        return np.array([sum(int(self._learned(at).sum()) for at in row) for row in self._rows], np.int64)
+        return np.array([self._counts[row].sum() for row in self._rows], np.int64)
 
 
 def _describe(config: ChatConfig) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from blocktrain.data.cache_folder import cache_home
 from blocktrain.data.compression import data_suffix
-from blocktrain.data.document import Corpus, Document, Split
+from blocktrain.data.document import Corpus, Document, Split, joined
 from blocktrain.data.files import Files, FileState, files_state, find_files
 from blocktrain.data.hub import HubCorpus, is_hub_name
 from blocktrain.data.records import DOCUMENT_SUFFIXES, RECORD_SUFFIXES, file_documents, file_records
@@ -77,4 +77,4 @@ def read_documents(source: str, *, split: Split = "train", text_field: str = "te
     corpus = open_corpus(source, text_field=text_field, cache=cache_home(None))
     if split not in corpus.splits:
         raise DataError(f"'{source}' has no {split} files, only {', '.join(corpus.splits)}")
-    return corpus.documents(split)
+    return joined(corpus.documents(split))

@@ -19,6 +19,8 @@ from blocktrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+_NOTES_OF_SAVED = ({"dataset_info.json", "state.json"}, {"dataset_dict.json"})  # beside what `save_to_disk` writes
+
 Identity = tuple[int, int]  # device and inode: equal for all names of a file or folder
 
 
@@ -92,6 +94,10 @@ def _entries(folder: Path, suffixes: Collection[str]) -> list[tuple[os.DirEntry[
     except OSError as error:
         raise DataError(f"cannot read folder '{folder}': {error.strerror or error}") from error
     kept: list[tuple[os.DirEntry[str], os.stat_result]] = []
+    names = {entry.name for entry in visible}
+    for notes in _NOTES_OF_SAVED:
+        if notes <= names:
+            visible = [entry for entry in visible if entry.name not in notes]
     for entry in visible:
         status, suffix = _status(Path(entry.path)), data_suffix(PurePath(entry.name))
         if status is None:

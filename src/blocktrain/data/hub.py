@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from blocktrain.data.document import Document, Split
 from blocktrain.data.files import split_of
 from blocktrain.data.records import require_text
+from blocktrain.data.row_report import RowError
 from blocktrain.errors import DataError, first_line, nearest
 
 _NAME = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?$")
@@ -75,9 +76,11 @@ class HubCorpus:
                 known = nearest(self._text_field, rows.column_names)
                 raise DataError(f"data set '{self.name}' has no field '{self._text_field}'; {known} (text_field)")
             for row, value in enumerate(rows[self._text_field]):
-                text = require_text(value, self._text_field, f"'{self.name}' {part} row {row}")
-                if text:
-                    yield Document(id=f"{part}#{row}", text=text)
+                try:
+                    if text := require_text(value, self._text_field, f"'{self.name}' {part} row {row}"):
+                        yield Document(id=f"{part}#{row}", text=text)
+                except RowError as error:
+                    yield Document(id=f"{part}#{row}", text="", bad=str(error))
 
     def state(self) -> str:
         """The name, which stands for the content."""

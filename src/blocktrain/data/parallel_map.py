@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+import pyarrow as pa
 
 from blocktrain.data.document import Document
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 DOCUMENTS_PER_PROCESS = 5000  # below this, starting a process costs more than it saves
 
+_BATCH = 500  # documents
+
 
 def map_documents(
     documents: Iterable[Document],
-    function: Callable[[Document], dict[str, np.ndarray]],
+    function: Callable[[list[Document]], pa.Table],
     *,
     features: Features,
     scratch: Path,
     label: str,
-) -> Iterator[dict[str, np.ndarray]]:
-    """`function(document)` for each document, in order; all integers come back as int64.
+) -> Iterator[pa.Table]:
+    """`function` of the documents, some hundred at a time and in order.
 
-    features: the types of what `function` returns, as they are stored.
+    features: the types of the table, which has a row per document.
     scratch: a folder that does not exist yet; the caller removes it.
     label: what the progress bar says.
 
@@ -46,8 +48,9 @@ def map_documents(
         for document in documents:  # as bytes, because Arrow takes no lone surrogates, which JSON can spell
             yield {"id": document.id.encode(), "text": document.text.encode(errors="surrogatepass")}
 
-    def apply(row: dict[str, bytes]) -> dict[str, np.ndarray]:
-        return function(Document(id=row["id"].decode(), text=row["text"].decode(errors="surrogatepass")))
+    def apply(batch: dict[str, list[bytes]]) -> pa.Table:
+        pairs = zip(batch["id"], batch["text"], strict=True)
+        return function([Document(id=id.decode(), text=text.decode(errors="surrogatepass")) for id, text in pairs])
 
     with _progress_bars_on_a_terminal():
         # The fingerprints name the files in `scratch`; by default they would be hashes of pickled functions.
@@ -60,6 +63,8 @@ def map_documents(
         processes = min(os.cpu_count() or 1, len(stored) // DOCUMENTS_PER_PROCESS)
         mapped = stored.map(
             apply,
+            batched=True,
+            batch_size=_BATCH,
             features=features,
             remove_columns=["id", "text"],
             num_proc=processes if processes > 1 else None,  # 1 would start a process too
@@ -67,8 +72,7 @@ def map_documents(
             new_fingerprint="mapped",
             desc=label,
         )
-    for row in mapped.with_format("numpy"):
-        yield {name: row[name] for name in features}
+    yield from mapped.with_format("arrow").iter(_BATCH)
 
 
 @contextmanager

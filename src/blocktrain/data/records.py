@@ -7,6 +7,7 @@ line of the file is wrong; docs/decisions/0018-datasets-library.md shows how.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import io
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})  # Arrow's file format, and the stream format of `save_to_disk`
 
 _ROWS_PER_READ = 256  # a row may be a whole book
+_PART_BYTES = 2**22
 
 
 def table_columns(path: Path) -> list[str]:
@@ -90,7 +92,8 @@ Record = dict[str, Any]  # the fields of a row, of any JSON type
 
 
 def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """The non-empty documents of `file`; a file with an unknown ending is read as one text."""
+    """The non-empty documents of `file`, bad ones included; a file with an unknown ending is read as one text, in
+    parts."""
     path = file.path
     try:
         match uncompressed_name(path).suffix:
@@ -101,13 +104,21 @@ def file_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
                 rows = ((row, record, f"'{path}' row {row}") for row, record in records)
             case _:
                 rows = ()
-                if text := decode(read_decompressed(path), f"'{path}'"):
-                    yield Document(id=file.id, text=text)
+                parts = _text_parts(path)
+                part = next(parts, "")
+                for following in parts:
+                    yield Document(id=file.id, text=part, last=False)
+                    part = following
+                if part:
+                    yield Document(id=file.id, text=part)
         for row, record, place in rows:
-            if text_field not in record:
-                raise DataError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
-            if text := require_text(record[text_field], text_field, place):
-                yield Document(id=f"{file.id}#{row}", text=text)
+            try:
+                if text_field not in record:
+                    raise RowError(f"{place} has no field '{text_field}'; {nearest(text_field, record)} (text_field)")
+                if text := require_text(record[text_field], text_field, place):
+                    yield Document(id=f"{file.id}#{row}", text=text)
+            except RowError as error:
+                yield Document(id=f"{file.id}#{row}", text="", bad=str(error))
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
 
@@ -132,12 +143,35 @@ def record_of(document: Document) -> Record:
         ) from None
 
 
+def _text_parts(path: Path) -> Iterator[str]:
+    """The text of `path`, some megabytes at a time; raises `DataError` naming the first byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    with open_decompressed(path) as file:
+        while True:
+            data = file.read(_PART_BYTES)
+            begin = size - len(decoder.getstate()[0])
+            size += len(data)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"'{path}'", begin + error.start) from error
+            if text:
+                yield text
+            if not data:
+                return
+
+
 def decode(data: bytes, place: str) -> str:
     """`data` as UTF-8; raises `DataError` naming the first invalid byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8 (byte {error.start:,}); convert it, or leave it out") from error
+        raise _not_utf8(place, error.start) from error
+
+
+def _not_utf8(place: str, byte: int) -> DataError:
+    return DataError(f"{place} is not UTF-8 (byte {byte:,}); convert it, or leave it out")
 
 
 def require_text(value: object, field: str, place: str) -> str:

@@ -78,7 +78,10 @@ def save_reports(reports: Sequence[RowReport], folder: Path) -> None:
 
 
 def load_reports(folder: Path) -> list[RowReport]:
-    """What `save_reports` wrote; raises `DataError` if it is damaged."""
+    """What `save_reports` wrote, nothing in a cache from before there were reports; raises `DataError` if it is
+    damaged."""
+    if not (folder / "rows.report").exists():
+        return []
     try:
         values: list[dict[str, Any]] = json.loads((folder / "rows.report").read_text())
         return [RowReport(**{**value, "ignored": Counter(value["ignored"])}) for value in values]

@@ -6,7 +6,6 @@ Where a source has no validation split, documents are held out of its training s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 from blocktrain.data.corpus import FileCorpus, open_corpus
@@ -26,16 +25,17 @@ def hold_out(
     and once for each of the two iterators; no text is kept in memory.
     """
     held_out: set[str] = set()
-    count, lowest = 0, (1.0, "")
+    count, length, lowest = 0, 0, (1.0, "")
     for document in documents():
-        count += 1
+        count += document.last
+        length += len(document.text)
         rank = hash_fraction(document.id)
         lowest = min(lowest, (rank, document.id))
         if rank < share:
             held_out.add(document.id)
-    if count == 1:
-        train, validation = cut(next(iter(documents())), share)
-        return iter((train,)), iter((validation,))
+    if count == 1 and length:
+        place = min(length - 1, round(length * (1 - share)))
+        return cut(documents(), 0, place, f"[:{place}]"), cut(documents(), place, length, f"[{place}:]")
     held_out = held_out or {lowest[1]}
     return (
         (document for document in documents() if document.id not in held_out),
@@ -43,17 +43,28 @@ def hold_out(
     )
 
 
-def cut(document: Document, share: float) -> tuple[Document, Document]:
-    """The first part of a document and its last `share`; each part's id names its characters.
+def cut(parts: Iterable[Document], begin: int, end: int, name: str) -> Iterator[Document]:
+    """Characters `begin` to `end` of a document that comes in parts; `name` is put behind its id.
 
-    >>> cut(Document(id="poem.txt", text="roses are red"), 0.25)
-    (Document(id='poem.txt[:10]', text='roses are '), Document(id='poem.txt[10:]', text='red'))
+    >>> list(cut([Document(id="poem.txt", text="roses are red")], 10, 13, "[10:]"))
+    [Document(id='poem.txt[10:]', text='red', last=True, bad=None)]
     """
-    place = min(len(document.text) - 1, round(len(document.text) * (1 - share)))
-    return (
-        Document(id=f"{document.id}[:{place}]", text=document.text[:place]),
-        Document(id=f"{document.id}[{place}:]", text=document.text[place:]),
-    )
+    at = 0
+    for part in parts:
+        text = part.text[max(begin - at, 0) : max(end - at, 0)]
+        at += len(part.text)
+        if text or end <= at:
+            yield Document(id=part.id + name, text=text, last=end <= at)
+        if end <= at:
+            return
+
+
+def first_documents(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
+    """The first `limit` of `documents`, or all."""
+    for document in documents:
+        yield document
+        if limit is not None and (limit := limit - document.last) == 0:
+            return
 
 
 def open_sources(source: str, validation: str | None, *, text_field: str | None, cache: Path) -> list[Corpus]:
@@ -93,10 +104,10 @@ def training_and_validation(
         raise DataError(f"'{corpus.name}' has no training data, only {' and '.join(corpus.splits)} data")
     validation_split = _validation_split(other)
     if validation_split is None and other is corpus:
-        train, validation = hold_out(lambda: islice(corpus.documents("train"), limit), share)
+        train, validation = hold_out(lambda: first_documents(corpus.documents("train"), limit), share)
     else:
-        train = islice(corpus.documents("train"), limit)
-        validation = islice(other.documents(validation_split or "train"), limit)
+        train = first_documents(corpus.documents("train"), limit)
+        validation = first_documents(other.documents(validation_split or "train"), limit)
     return (
         _require_any(train, f"'{corpus.name}' holds no text to train on"),
         _require_any(validation, f"'{other.name}' holds no text for validation"),

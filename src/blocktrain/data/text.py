@@ -7,6 +7,7 @@ from pathlib import Path
 
 from blocktrain.data.cache_folder import cache_home, cached_folder
 from blocktrain.data.kinds import DataKind, TrainingData, register
+from blocktrain.data.row_report import RowReport, load_reports, save_reports, warn_of_unused
 from blocktrain.data.splits import describe_validation, open_sources, training_and_validation
 from blocktrain.data.token_rows import TokenRows
 from blocktrain.data.tokenize import FORMAT, tokenize_documents
@@ -50,8 +51,8 @@ class TextConfig:
 def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
     """The rows of `config`; the text is tokenized now if its tokens are not in the cache yet. No seed matters.
 
-    Raises `DataError` when data are missing, empty, unreadable, or less than one row; `StorageError` when the cache
-    cannot be written.
+    Warns of rows without a text, which are skipped. Raises `DataError` when data are missing, empty, unreadable, or
+    less than one row, or more than 1 % of the rows have no text; `StorageError` when the cache cannot be written.
     """
     del seed
     tokenizer = load_tokenizer(config.tokenizer, key="text.tokenizer")
@@ -67,11 +68,16 @@ def open_text(config: TextConfig, *, seed: int = 0) -> TrainingData[TokenRows]:
 
     def write(folder: Path) -> None:
         train, validation = training_and_validation(corpora, share=config.validation_share, limit=config.max_documents)
-        tokenize_documents(train, tokenizer, folder / "train")
-        tokenize_documents(validation, tokenizer, folder / "validation")
+        reports = [RowReport(rows=f"{name} documents") for name in ("train", "validation")]
+        tokenize_documents(train, tokenizer, folder / "train", reports[0])
+        tokenize_documents(validation, tokenizer, folder / "validation", reports[1])
+        for report in reports:
+            report.check()
+        save_reports(reports, folder)
 
     source, state = [corpus.name for corpus in corpora], [corpus.state() for corpus in corpora]
     folder = cached_folder(home, "text", source=source, key=key, state=state, write=write)
+    warn_of_unused(load_reports(folder), config.source, "")
     train = TokenRows.open(folder / "train", row_tokens=config.row_tokens)
     validation = TokenRows.open(folder / "validation", row_tokens=config.row_tokens)
     return TrainingData(

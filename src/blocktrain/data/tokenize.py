@@ -8,14 +8,19 @@ meta.json         counts, and which tokenizer
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from blocktrain.data.document import Document
+from blocktrain.data.document import Document, joined
+from blocktrain.data.pieces import Piece, PieceEncoder
+from blocktrain.data.row_report import RowReport
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import DataError
 
@@ -46,8 +51,12 @@ class TokenizedMeta:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
-def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, folder: Path) -> TokenizedMeta:
+def tokenize_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, folder: Path, report: RowReport | None = None
+) -> TokenizedMeta:
     """Tokenize `documents` into the new folder `folder`, a few megabytes at a time.
+
+    report: counts the documents, and those that are bad, which are left out. Without it a bad one raises `DataError`.
 
     A failed write raises `OSError`, which the caller, who knows what the folder is, explains to the user. Raises
     `DataError` for a document that is not valid text.
@@ -57,40 +66,60 @@ def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, fold
     empty = TokenizedMeta(
         tokenizer=tokenizer.name, tokenizer_fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, **counts
     )
+    encoder = PieceEncoder(tokenizer)
     with (
+        _progress() as progress,
         (folder / "tokens.bin").open("wb") as tokens,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as file,
         pa.ipc.new_file(file, DOCUMENTS) as table,
     ):
-        for batch in _batches(documents):
-            for document in batch:
+        task = progress.add_task(f"tokenizing {folder.name} text", total=None)
+        good = joined(documents) if report is None else _good(documents, report)
+        for batch in _batches(encoder.pieces(good)):
+            for piece in batch:
                 try:
-                    counts["text_bytes"] += len(document.text.encode())
+                    counts["text_bytes"] += len(piece.text.encode())
                 except UnicodeEncodeError as error:  # JSON can spell "\ud800", which is not a character
-                    half = f"half of a surrogate pair at character {error.start}"
-                    raise DataError(f"document '{document.id}' has {half}, which is not text") from error
-            encoded = [
-                np.append(ids, tokenizer.eos).astype(empty.dtype)
-                for ids in tokenizer.encode([document.text for document in batch])
-            ]
+                    half = f"half of a surrogate pair at character {piece.offset + error.start}"
+                    raise DataError(f"document '{piece.id}' has {half}, which is not text") from error
+            encoded = [ids.astype(empty.dtype) for ids in encoder.encode(batch)]
             lengths = [len(ids) for ids in encoded]
             starts = counts["tokens"] + np.cumsum([0, *lengths[:-1]])
+            begins = [(piece.id, start) for piece, start in zip(batch, starts, strict=True) if not piece.offset]
             # Not ndarray.tofile, whose error does not say that the disk is full.
             tokens.write(np.concatenate(encoded).data)
-            table.write_batch(pa.record_batch([[document.id for document in batch], starts], schema=DOCUMENTS))
-            counts["documents"] += len(batch)
+            columns = [[name for name, _ in begins], [start for _, start in begins]]
+            table.write_batch(pa.record_batch(columns, schema=DOCUMENTS))
+            counts["documents"] += len(begins)
             counts["tokens"] += sum(lengths)
+            progress.update(task, completed=counts["text_bytes"] / 1e6)
     meta = TokenizedMeta(**{**asdict(empty), **counts})
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
     return meta
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
+def _good(documents: Iterable[Document], report: RowReport) -> Iterator[Document]:
     for document in documents:
-        batch.append(document)
-        characters += len(document.text)
+        if document.bad:
+            report.skip(document.bad)
+            continue
+        if document.last:
+            report.add()
+        yield document
+
+
+def _progress() -> Progress:
+    """Megabytes so far: how many there will be is not known. Nothing is shown without a terminal."""
+    columns = (TextColumn("{task.description}"), TextColumn("{task.completed:,.0f} MB"), TimeElapsedColumn())
+    return Progress(SpinnerColumn(), *columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
