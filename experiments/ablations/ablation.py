@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from ablations.cases import METHODS, MUON, SIZES, Size  # noqa: E402 - found bes
 from runner import folder_name  # noqa: E402 - found beside this folder
 from stepping import interleaved, steps_of  # noqa: E402 - likewise
 from tabling import put, spread  # noqa: E402 - likewise
+from training import kept_bytes  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
 
@@ -193,19 +194,14 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "flops_in_all": mine.flops_until(mine.steps_done) / full.flops_until(full.steps_done),
         "multiplier": None if tokens is None else tokens / full.tokens,
         **costs,
-        "kept_bytes": [_kept(parts) for parts in kept],
-        "kept_bytes_full": _kept(full.cost.memory.full),
+        "kept_bytes": [kept_bytes(parts) for parts in kept],
+        "kept_bytes_full": kept_bytes(full.cost.memory.full),
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
         "peak_bytes_full": sum(full.memory_peaks.full.parts.values()),
         "moments": [peak.parts["moments"] for peak in peaks],
         "moments_full": full.memory_peaks.full.parts["moments"],
         "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
     }
-
-
-def _kept(parts: Mapping[str, int]) -> int:
-    """Weights, gradients and optimizer state."""
-    return sum(parts.values()) - parts["activations"]
 
 
 def against_plain(rows: list[dict[str, Any]]) -> None:

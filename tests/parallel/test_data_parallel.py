@@ -140,26 +140,45 @@ def test_an_expert_without_rows_on_a_rank_does_not_block_the_others(compared: di
         assert [block["missing"] for block in blocks] == [2, 0, 0]
 
 
-def drift() -> str:
+def drift() -> tuple[list[list[float]], list[str]]:
+    """Means and variances of a BatchNorm: of this rank's rows, and after the step. Then what is said of a rank whose
+    weight, and of one whose buffer, is off by little."""
     with open_ranks() as ranks:
         parallel = DataParallel(ranks, DistributedConfig())
-        partition, optimizer, rows = build()
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(WIDTH, momentum=1.0)  # its statistics are those of the last batch
+        partition = bt.partition(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 1)), num_blocks=3)
+        optimizer = bt.BlockOptimizer(partition, torch.optim.AdamW, lr=0.1)
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(ranks.rank))
+        hidden = partition.model[0](rows)  # pyright: ignore[reportIndexIssue]
+        found, messages = [hidden.mean(0).tolist() + hidden.var(0).tolist()], []
         with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), parallel.gradient_sync():
             backward(partition, rows)
-        try:
-            with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
-                if ranks.rank == 2:
-                    next(iter(optimizer.active_block.trained.values())).view(-1)[3] += 1e-6
-        except PeerError as error:
-            return str(error)
-        return "nothing"
+        found.append([*norm.running_mean.tolist(), *norm.running_var.tolist()])  # pyright: ignore[reportOptionalMemberAccess]
+        for tensor in (norm.weight, norm.running_mean):
+            before = tensor.detach().clone()  # pyright: ignore[reportOptionalMemberAccess]
+            try:
+                with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
+                    if ranks.rank == 2:
+                        tensor[3] += 1e-6  # pyright: ignore[reportOptionalSubscript]
+                messages.append("nothing")
+            except PeerError as error:
+                messages.append(str(error))
+            with torch.no_grad():
+                tensor.copy_(before)  # pyright: ignore[reportOptionalMemberAccess]
+        return found, messages
 
 
 def test_a_rank_that_drifts_is_named_on_every_rank() -> None:
-    messages = run_distributed(drift, 4)
-    assert len(set(messages)) == 1
-    assert "the weights of Block(1" in messages[0]
-    assert "rank 2 of 4 drifted" in messages[0]
+    """In a weight, and in a buffer, which no gradient keeps equal."""
+    results = run_distributed(drift, 4)
+    for message in results[0][1]:
+        assert "the weights of Block(1" in message
+        assert "rank 2 of 4 drifted" in message
+    assert all(messages == results[0][1] for _, messages in results)
+    own = torch.tensor([found[0] for found, _ in results])
+    for found, _ in results:  # BatchNorm's statistics are the averages of the ranks', each of its own rows
+        torch.testing.assert_close(torch.tensor(found[1]), own.mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_one_process_sends_nothing_and_changes_nothing() -> None:
