@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from stepping import interleaved, steps_of
+from stepping import interleaved, steps_of, timed
 
 from blocktrain.train.context import build
 from blocktrain.train.techniques.growth import growing_visits
@@ -24,6 +25,16 @@ def test_a_step_of_a_growing_model_is_timed_without_the_layers_it_leaves_out(tin
     assert not ran
     steps_of(context, visit.block)()
     assert set(ran) == {layer.name for layer in layers}
+
+
+def test_what_is_timed_is_the_step() -> None:
+    def step() -> None:
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass
+
+    assert timed(torch.device("cpu"), step) >= 0.05
+    assert timed(torch.device("cpu"), lambda: None) < 0.05
 
 
 def test_a_ratio_is_taken_within_its_round() -> None:
