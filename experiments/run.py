@@ -20,7 +20,7 @@ from pathlib import Path
 import runner
 
 from blocktrain.cli.live import quiet_libraries
-from blocktrain.runtime import pick_device
+from blocktrain.runtime import pick_device, result_path
 
 NAMES = (
     "peers", "finetuning", "resnet20", "table2", "table3", "table4_figure5", "table9_10_11", "table15_16_figure6",
@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="real data, for what trains on them")
     parser.add_argument("--work", type=Path, default=Path("runs/experiments"), metavar="FOLDER", help="for run folders")
-    parser.add_argument("--result", type=Path, metavar="FOLDER", help="results there instead of in experiments/NAME")
+    parser.add_argument(
+        "--result", type=result_path, default=str(runner.HERE), metavar="FOLDER", help="default: in experiments/NAME"
+    )
     options = parser.parse_args(arguments)
     quiet_libraries()
     place = runner.Place(device=pick_device(options.device), data=options.data, work=options.work)
@@ -51,10 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in NAMES if options.name == "all" else [options.name]:
         found = experiment(name)
         cases = [case for case in found.cases(options.scale) if case.is_called(options.only)]
-        kept = options.result
-        result = runner.HERE / name / "result.json" if kept is None else kept / f"{name}.json"
+        ours = options.result == runner.HERE
+        result = options.result / (f"{name}/result.json" if ours else f"{name}.json")
         done &= runner.run_cases(cases, place, result, minutes=(until - time.monotonic()) / 60)
-        if options.result is None:
+        if ours:
             runner.write_table(found)
     return 0 if done else 1
 

@@ -115,6 +115,7 @@ def steps_of_external(adapter: Adapter, config: RunConfig, folder: Path, *, visi
     """A step of another package's method. visit: steps between two switches, where it switches what it trains; then
     the mean over a whole cycle."""
     context = external_context(config, folder)
+    count = 1 if visit is None else visit * adapter.cycle(context)
     module = ExternalModule(context, adapter.build(context, visit), Techniques())
     (whole_run,) = context.schedule.visits(context.partition)
     numbers = iter(range(1_000_000))
@@ -123,7 +124,6 @@ def steps_of_external(adapter: Adapter, config: RunConfig, folder: Path, *, visi
         number = next(numbers)
         take_step(context, module, Techniques(), whole_run, step=number, visit_step=number)
 
-    count = 1 if visit is None else visit * adapter.cycle(context)
     return lambda: statistics.mean(timed(context.device, step) for _ in range(count))
 
 

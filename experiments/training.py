@@ -88,7 +88,7 @@ def figures_of(run: RunRecord) -> Figures:
         **{key: told[key] for key in kept},
         "optimizer": run.header.optimizer,
         "optimizer_bytes": told["optimizer_bytes_measured"],
-        "memory_bytes": _kept_bytes(run, visited),
+        "memory_bytes": _worst_kept_bytes(run, visited),
         "peak_bytes": _peak_bytes(run, visited),
         "visits": _visits(run),
         "config": _portable(run.details["config"]),
@@ -96,12 +96,17 @@ def figures_of(run: RunRecord) -> Figures:
     }
 
 
-def _kept_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
+def _worst_kept_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:
     """Of the worst of the visited blocks, or of what else is trained; None where the log does not tell."""
     if run.cost is None:
         return None
     blocks = [run.cost.memory.full] if run.is_full else run.cost.memory.blocks
-    return max(sum(block.values()) - block["activations"] for block in _of(blocks, visited))
+    return max(map(kept_bytes, _of(blocks, visited)))
+
+
+def kept_bytes(parts: Mapping[str, int]) -> int:
+    """Weights, gradients and optimizer state: all parts but activations."""
+    return sum(parts.values()) - parts["activations"]
 
 
 def _peak_bytes(run: RunRecord, visited: Sequence[int]) -> int | None:

@@ -98,6 +98,14 @@ def first(folder: str, row: str, *columns: str, table: int = 0) -> list[float]:
     return [cells(folder, row, column, table=table)[0] for column in columns]
 
 
+def saved(table: str, measured: str, model: str | None = None, **keys: Any) -> list[float]:
+    """What is saved, in percent; on RTX 4090s unless card is None."""
+    wanted = {"measured": measured, "model": model, "card": "rtx4090"} | keys
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    rows = result("experiments/economics/to_loss.json")[table]
+    return [100 * row["saved"][0] for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
 STEP = result("benchmarks/step/result.json")["average"]
 PREFIX = result("benchmarks/prefix/result.json")
 WIRE = result("benchmarks/distributed/wire.json")["rows"]
@@ -108,6 +116,9 @@ BANKING = ("B-F", "time to full's last loss", "last loss", "accuracy, %", "memor
 BOOKS = result("benchmarks/prefix/books.json")
 ON_BOOKS = [100 * BOOKS["flops_saved_share"], 100 * (1 - BOOKS["seconds"]["cached"] / BOOKS["seconds"]["uncached"])]
 LOSSES = {name: each["loss"] for name, each in result("benchmarks/memory/loss.json")["results"].items()}
+DOLLARS = result("experiments/economics/to_loss.json")
+PLAIN, GROWS, _, _ = dict.fromkeys(row["measured"] for row in DOLLARS["rows"])
+EVERY = "fine-tuning, every weight"
 UNTIL = "ours, suffix, block 0 until the end"
 
 # What a page says, with its figures left out, and those figures.
@@ -279,6 +290,35 @@ RESULTS = [
     (
         "fine-tuned on GSM8K in {:.0f} s on one thread; its validation loss falls from {:.2f} to {:.2f}",
         [GSM8K["seconds"], GSM8K["evaluations"][0]["loss"], GSM8K["evaluations"][-1]["loss"]],
+    ),
+    (
+        "from scratch (multiplier {:.2f}) save {:.0f} % for G-10B and {:.0f} % for G-20B",
+        [DOLLARS["rows"][0]["multiplier"], *saved("rows", PLAIN, "G-10B"), *saved("rows", PLAIN, "G-20B")],
+    ),
+    (
+        "lose {:.0f} % for G-10B at 64 rows, and at 512 rows they lose {:.0f} % for G-10B and {:.0f} % for G-20B",
+        [
+            -value
+            for model, batch in (("G-10B", 64), ("G-10B", 512), ("G-20B", 512))
+            for value in saved("batches", PLAIN, model, batch=batch)
+        ],
+    ),
+    (
+        "cheaper at 64 rows for {:d}, and at 512 rows for {:d}",
+        [sum(value > 0 for value in saved("batches", PLAIN, card=None, batch=batch)) for batch in (64, 512)],
+    ),
+    (
+        "a model that grows ({:.2f}) saves {:.0f} to {:.0f} %, and fine-tuning every weight ({:.2f}) saves {:.0f} to "
+        "{:.0f} %",
+        [
+            figure
+            for name in (GROWS, EVERY)
+            for figure in (
+                next(row["multiplier"] for row in DOLLARS["rows"] if row["measured"] == name),
+                min(saved("batches", name, card=None, batch=512)),
+                max(saved("batches", name, card=None, batch=512)),
+            )
+        ],
     ),
     ("three blocks sends {:.3f} of the bytes", [WIRE[1]["share_of_full"]]),
     (

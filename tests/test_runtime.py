@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +18,12 @@ from blocktrain.runtime import (
     peak_memory_bytes,
     pick_device,
     read_numbers,
+    result_path,
     seed_everything,
     synchronize,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def drawn(*key: int) -> torch.Tensor:
@@ -122,3 +129,48 @@ def test_the_environment_can_be_recorded():
     assert recorded["device"] == "cpu"
     assert recorded["processor"]
     assert recorded["commit"] is None or len(recorded["commit"].rstrip("+")) == 40
+
+
+def test_a_result_is_written_from_committed_code_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Results named commits that lacked what was measured: "+" behind a commit says only that."""
+    root = tmp_path / "checkout"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=result_path, default=str(root / "results" / "result.json"))
+
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", "-C", str(root), *who, *words], check=True, capture_output=True)
+
+    def refused() -> bool:
+        try:
+            parser.parse_args([])
+        except SystemExit:
+            return True
+        return False
+
+    root.mkdir()
+    assert not refused()  # no checkout
+    git("init")
+    (root / "measure.py").write_text("one")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert parser.parse_args([]).out == root / "results" / "result.json"
+    (root / "result.json").write_text("{}")  # other results are no code
+    (root / "README.md").write_text("table")
+    assert not refused()
+    (root / "new.py").write_text("not added")
+    assert refused()
+    (root / "new.py").unlink()
+    (root / "measure.py").write_text("two")
+    assert refused()
+    said = capsys.readouterr().err
+    assert "'results/result.json' would name a commit that lacks your changes to 'measure.py'; commit them" in said
+    assert parser.parse_args(["--out", str(tmp_path / "trial.json")]).out == tmp_path / "trial.json"
+
+
+def test_every_script_that_writes_a_result_asks_for_its_place():
+    scripts = [*ROOT.glob("experiments/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    writing = [path for path in scripts if re.search(r"--(out|write|result)\"", path.read_text())]
+    assert len(writing) > 20
+    lacking = [path.name for path in writing if "type=result_path" not in path.read_text()]
+    assert lacking == ["parts.py"]  # it hands its own to run.py

@@ -78,6 +78,16 @@ def test_starting_later_gives_the_rest_of_the_same_visits(order, three_blocks: P
         assert rest == places[start:]
 
 
+def test_the_first_visits_count_as_far_as_there_are_visits(three_blocks: Partition):
+    geometry = BatchGeometry(tokens_per_step=8, rows_per_step=1, rows_per_epoch=8)
+    first = [Duration.steps(count) for count in (1, 2, 3, 40, 50)]
+
+    def most(first_visits: list[Duration], sweeps: int | None) -> int | None:
+        return Cyclic(visit=STEPS, first_visits=first_visits, sweeps=sweeps).max_steps(three_blocks, geometry)
+
+    assert [most(first, 1), most(first, 2), most(first[:2], 2), most(first, None)] == [6, 96 + 10, 3 + 4 * 10, None]
+
+
 def test_without_sweeps_it_goes_on(three_blocks: Partition):
     visits = list(islice(Cyclic(visit=STEPS).visits(three_blocks), 3000))
     assert (visits[-1].sweep, visits[-1].block.index) == (999, 2)

@@ -31,6 +31,7 @@ from blocktrain.data.records import DOCUMENT_SUFFIXES, record_of
 from blocktrain.data.splits import open_sources, training_and_validation
 from blocktrain.data.tokenize import tokenize_documents
 from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.runtime import environment, pick_device, result_path
 
 # Name, content, and the options that fit our rules best.
 FILES: dict[str, tuple[str, bytes, dict[str, Any]]] = {
@@ -240,7 +241,7 @@ def two_ranks() -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("library.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("library.json")))
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
     gpt2 = str(arguments.data / "gpt2_tokenizer")
@@ -248,7 +249,7 @@ def main() -> None:
         place = Path(folder)
         results = {
             "datasets": datasets.__version__,
-            "cores": os.cpu_count(),
+            "environment": environment(pick_device("cpu")),
             "contents": contents(place),
             "splits": split_names(place / "splits"),
             "tokenizing the standard library as bytes": tokenizing("stdlib", "bytes", None),

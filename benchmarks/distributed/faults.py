@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.records.log import read_events
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.checkpoint import checkpoints
 
 INTERVAL = 10  # steps between checkpoints
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layout", default="data", choices=("data", "pipeline", "fsdp"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("faults.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("faults.json")))
     options = parser.parse_args()
     result = measure(options.kills, options.processes, options.layout, options.seed)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

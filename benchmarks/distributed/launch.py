@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from blocktrain.records.log import read_events
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
 MACHINES, PROCESSES, STEPS, END_AT = 2, 2, 60, 15
@@ -138,7 +138,7 @@ def told(run: Path) -> dict[str, Any]:
 def main() -> None:
     """Run both, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("launch.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("launch.json")))
     options = parser.parse_args()
     files = blocks_of(PAGE)
     with tempfile.TemporaryDirectory() as name:

@@ -29,7 +29,7 @@ from blocktrain.parallel.fsdp import ShardedPartition
 from blocktrain.parallel.pipeline import Pipeline
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.parallel.stages import visit_costs
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 from blocktrain.testing import run_distributed
 
 BLOCKS, MICRO = 3, 4
@@ -120,7 +120,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("layouts.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("layouts.json")))
     options = parser.parse_args()
     by_rank = run_distributed(measure, options.processes, timeout_seconds=900, patience_seconds=3600)
     layouts: dict[str, Any] = {}

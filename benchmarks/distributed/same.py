@@ -23,7 +23,7 @@ import torch
 
 import blocktrain as bt
 from blocktrain.records.log import Event, read_events
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 from blocktrain.testing import run_distributed
 
 TOLERANCE = 5e-6
@@ -139,7 +139,7 @@ def compared(folders: dict[int, Path]) -> list[dict[str, Any]]:
 def main() -> None:
     """Train, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("same.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("same.json")))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folders = {size: Path(place) / str(size) for size in SIZES}

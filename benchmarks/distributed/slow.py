@@ -24,7 +24,7 @@ import torch
 from steps import MODEL, Method, build, take_steps
 
 from blocktrain.parallel.ranks import Ranks, open_ranks
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 
 METHODS = (
     Method(name="full data parallel", blocks=1),
@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("slow.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("slow.json")))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -19,7 +19,7 @@ from typing import Any
 from steps import MODEL, Method, build, take_steps
 
 from blocktrain.parallel.ranks import open_ranks
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.testing import run_distributed
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     """Measure, print a table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("wire.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("wire.json")))
     options = parser.parse_args()
     result = measure(options.blocks)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

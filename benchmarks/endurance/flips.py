@@ -144,12 +144,13 @@ def measure(flips: int, chance: random.Random) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print a table and write the result."""
+    from blocktrain.runtime import environment, pick_device, result_path
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE / "flips.json")
+    parser.add_argument("--out", type=result_path, default=str(HERE / "flips.json"))
     options = parser.parse_args()
-    from blocktrain.runtime import environment, pick_device
 
     out = options.out.resolve()
     with tempfile.TemporaryDirectory() as folder:

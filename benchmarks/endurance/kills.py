@@ -268,14 +268,15 @@ def measure(name: str, kills: int, folder: Path, chance: random.Random) -> dict[
 
 def main() -> None:
     """Measure, print a table and write the result."""
+    from blocktrain.runtime import environment, pick_device, result_path
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=140, help="in all; at least")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="which of the runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the runs (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=HERE / "kills.json")
+    parser.add_argument("--out", type=result_path, default=str(HERE / "kills.json"))
     options = parser.parse_args()
-    from blocktrain.runtime import environment, pick_device
 
     out = options.out.resolve()
     names = [name for name, (run, _) in CASES.items() if RUNS[run].processes == options.processes]

@@ -28,13 +28,14 @@ OVERRIDES = (
 
 def main() -> None:
     """Measure, print a table and write the result."""
+    from blocktrain.runtime import environment, pick_device, result_path
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--visits", type=int, default=3000)
-    parser.add_argument("--out", type=Path, default=HERE / "soak.json")
+    parser.add_argument("--out", type=result_path, default=str(HERE / "soak.json"))
     options = parser.parse_args()
     import blocktrain as bt
     from blocktrain.records.run_records import Record, VisitEnd
-    from blocktrain.runtime import environment, pick_device
 
     out, rows, started = options.out.resolve(), list[dict[str, Any]](), time.perf_counter()
     every = options.visits // 10

@@ -8,12 +8,13 @@ Seconds are the run's: from its opening to its last evaluation.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from blocktrain.report.run import RunRecord
+from blocktrain.runtime import result_path
 
 
 def result(run: RunRecord, answer_marker: str) -> dict[str, Any]:
@@ -42,11 +43,13 @@ def result(run: RunRecord, answer_marker: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    run = RunRecord.load(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("out", type=result_path)
+    options = parser.parse_args()
+    run = RunRecord.load(options.run)
     found = result(run, run.details["config"]["evaluation"]["answer_marker"])
-    Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

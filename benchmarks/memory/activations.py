@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import blocktrain as bt
 from blocktrain.chain.freezing import activate, release
 from blocktrain.memory.flops import StepCost, StepCounter
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.techniques.memory_saving import saving_memory
 
@@ -84,7 +84,7 @@ def measure() -> list[dict[str, Any]]:
 def main() -> None:
     """Count, print the table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("activations.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("activations.json")))
     options = parser.parse_args()
     result = {
         "question": "MiB saved for the backward pass, and FLOPs over those without",

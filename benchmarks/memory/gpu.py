@@ -32,7 +32,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
 from blocktrain.memory.flops import count_flops
-from blocktrain.runtime import environment, is_out_of_memory, peak_memory_bytes, reset_peak_memory, synchronize
+from blocktrain.runtime import (
+    environment,
+    is_out_of_memory,
+    peak_memory_bytes,
+    reset_peak_memory,
+    result_path,
+    synchronize,
+)
 
 TOKENS = 1024
 CHUNK = 128
@@ -221,7 +228,7 @@ def main() -> None:
     parser.add_argument("--cap-gb", type=float, default=24.0)
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--self-check", action="store_true", help="the smallest model on the CPU; nothing is written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gpu.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("gpu.json")))
     options = parser.parse_args()
     if not options.self_check and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --self-check runs the smallest model on the CPU")

@@ -23,7 +23,7 @@ import blocktrain as bt
 from blocktrain.chain.freezing import evaluating
 from blocktrain.chain.model_loading import ModelConfig
 from blocktrain.records.log import read_events
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.context import build
 from blocktrain.train.evaluate import score
 from blocktrain.train.export import export
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", choices=RUNS, nargs="*", default=list(RUNS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loss.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("loss.json")))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     contents: dict[str, Any] = {

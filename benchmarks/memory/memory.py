@@ -30,7 +30,7 @@ from blocktrain.memory.fake import FakeCopy, fake_copy
 from blocktrain.memory.tracker import Peak
 from blocktrain.optim.factory import MetaScalarsReadAsOne
 from blocktrain.optim.precision import Moments, preset
-from blocktrain.runtime import AlwaysCopying, environment, pick_device, source_commit
+from blocktrain.runtime import AlwaysCopying, environment, pick_device, result_path, source_commit
 from blocktrain.train.config import MemoryConfig
 from blocktrain.train.predict_memory import StepShape, peaks_of_all
 from blocktrain.train.techniques.memory_saving import saving_memory
@@ -226,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="MODEL", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("result.json")))
     options = parser.parse_args()
     known = json.loads(options.out.read_text())["rows"] if options.out.is_file() else []
     rows: list[dict[str, Any]] = []

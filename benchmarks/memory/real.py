@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.optim.precision import PRESETS
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, BLOCKS = 20, 1088, 17, 16384, 256, 8
@@ -81,7 +81,7 @@ def main() -> None:
     """Measure each precision in a process of its own, print a table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="*", choices=[*PRESETS], default=["fp32", "bf16-exact"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("real.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("real.json")))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

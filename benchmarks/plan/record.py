@@ -25,6 +25,7 @@ from blocktrain.memory.fake import fake_copy
 from blocktrain.plan.configure import step_config
 from blocktrain.plan.layout import Layout, MomentFormat, WeightPlace, find_precision
 from blocktrain.plan.presets import find_model
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.config import RunConfig
 from blocktrain.train.verify_plan import STEPS, meta_model, tracked_peak
 
@@ -149,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memtracker", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("tracked.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("tracked.json")))
     options = parser.parse_args()
     known = {row["name"]: row for row in json.loads(options.out.read_text())["cases"]} if options.out.exists() else {}
     for case in CASES:
@@ -159,7 +160,9 @@ def main() -> None:
         known[case.name] = recorded(case, memtracker=options.memtracker and case in CASES[:3])
         print(f"{case.name}: {known[case.name]['peak_bytes'] / 2**30:.2f} GiB ({time.perf_counter() - start:.0f} s)")
         rows = [known[case.name] for case in CASES if case.name in known]
-        options.out.write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"environment": environment(pick_device("cpu")), "cases": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

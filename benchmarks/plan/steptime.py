@@ -27,7 +27,7 @@ from blocktrain.plan.hardware import calibrated, load_hardware
 from blocktrain.plan.layout import Layout
 from blocktrain.plan.spec import from_config
 from blocktrain.plan.step import Setting, step_time
-from blocktrain.runtime import environment, pick_device, synchronize
+from blocktrain.runtime import environment, pick_device, result_path, synchronize
 
 SIZES = ((4, 256), (8, 384), (12, 512))  # layers, width
 SEQ, ROWS, VOCABULARY, BLOCKS = 256, 4, 8192, 3
@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("steptime.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("steptime.json")))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     result = compare(options.rounds)

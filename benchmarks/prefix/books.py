@@ -23,7 +23,7 @@ from typing import Any
 
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 from blocktrain.train.blocks_train_module import BLOCKS
 from blocktrain.train.config import RunConfig
 from blocktrain.train.context import TrainingContext, build
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bcd", type=Path)
     parser.add_argument("full", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("books.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("books.json")))
     options = parser.parse_args()
     runs = {name: RunRecord.load(getattr(options, name)) for name in ("bcd", "full")}
     curves = {name: [(e.tokens, e.loss) for e in run.evaluations] for name, run in runs.items()}

@@ -32,7 +32,7 @@ from blocktrain.cache.store import FileStore, MemoryStore, RowLayout, Store
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.chain.cost import LayerCost, layer_costs, theoretical_step_flops
 from blocktrain.memory.flops import count_flops
-from blocktrain.runtime import environment, pick_device, synchronize
+from blocktrain.runtime import environment, pick_device, result_path, synchronize
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS, SLOTS = 12, 512, 8, 8192, 256, 2, 16
 WARM_UP = 2  # rounds
@@ -243,7 +243,7 @@ def main() -> None:
     """Measure, print tables and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("result.json")))
     options = parser.parse_args()
     flops = [counted(3), counted(8)]
     with tempfile.TemporaryDirectory(dir=".") as folder:

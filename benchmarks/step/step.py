@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import blocktrain as bt
 from blocktrain.memory.flops import StepCounter
-from blocktrain.runtime import environment, pick_device, synchronize
+from blocktrain.runtime import environment, pick_device, result_path, synchronize
 
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS, ROWS = 12, 512, 8, 8192, 256, 2
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("result.json")))
     options = parser.parse_args()
     result = measure(options.blocks, options.rounds)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

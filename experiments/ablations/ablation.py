@@ -1,7 +1,7 @@
 """What each idea buys: tokens, counted FLOPs and tracked memory to full training's loss, with the same optimizer.
 
     python experiments/ablations/ablation.py --runs FOLDER [--size NAME] [--budget MINUTES] [--seeds N]
-        [--methods NAMES] [--rounds N] [--write]
+        [--methods NAMES] [--rounds N] [--write [FOLDER]]
 
 Every method is trained at each of `RATES` with seed 0; its best rate is the one with the lowest last validation loss,
 of those that were tried (the table says how many). Seeds 1 to N - 1 are then trained at the best rates. A run that is
@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ import blocktrain as bt
 from blocktrain.records.log import read_events
 from blocktrain.report.multiplier import tokens_to_reach
 from blocktrain.report.run import RunRecord
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 from blocktrain.train.context import build
 from blocktrain.train.techniques.growth import growing_visits
 
@@ -49,6 +49,7 @@ from ablations.cases import METHODS, MUON, SIZES, Size  # noqa: E402 - found bes
 from runner import folder_name  # noqa: E402 - found beside this folder
 from stepping import interleaved, steps_of  # noqa: E402 - likewise
 from tabling import put, spread  # noqa: E402 - likewise
+from training import kept_bytes  # noqa: E402 - likewise
 
 LOG = HERE.parents[1] / "docs" / "LOG.md"
 
@@ -193,19 +194,14 @@ def row(runs: Path, method: str, rate: float, seed: int, full_rate: float) -> di
         "flops_in_all": mine.flops_until(mine.steps_done) / full.flops_until(full.steps_done),
         "multiplier": None if tokens is None else tokens / full.tokens,
         **costs,
-        "kept_bytes": [_kept(parts) for parts in kept],
-        "kept_bytes_full": _kept(full.cost.memory.full),
+        "kept_bytes": [kept_bytes(parts) for parts in kept],
+        "kept_bytes_full": kept_bytes(full.cost.memory.full),
         "peak_bytes": [sum(peak.parts.values()) for peak in peaks],
         "peak_bytes_full": sum(full.memory_peaks.full.parts.values()),
         "moments": [peak.parts["moments"] for peak in peaks],
         "moments_full": full.memory_peaks.full.parts["moments"],
         "losses": [[seen.tokens, round(seen.loss, 4)] for seen in mine.evaluations],
     }
-
-
-def _kept(parts: Mapping[str, int]) -> int:
-    """Weights, gradients and optimizer state."""
-    return sum(parts.values()) - parts["activations"]
 
 
 def against_plain(rows: list[dict[str, Any]]) -> None:
@@ -287,9 +283,10 @@ def name_of(size: Size) -> str:
     return next(name for name, known in SIZES.items() if known == size)
 
 
-def write(result: dict[str, Any], size: Size) -> None:
-    """The result file, and the table between the log's markers. Exits where that would take a method's rows away."""
-    path = HERE / size.result
+def write(result: dict[str, Any], size: Size, folder: Path = HERE) -> None:
+    """The result file and, where it is this repository's, the table between the log's markers. Exits where that would
+    take a method's rows away."""
+    path = folder / size.result
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     lost = {item["method"] for item in known} - {item["method"] for item in result["rows"]}
     if lost:
@@ -297,7 +294,8 @@ def write(result: dict[str, Any], size: Size) -> None:
             f"not written: no finished runs of {', '.join(sorted(lost))} beside full training's, and {path} has them"
         )
     path.write_text(json.dumps(result, indent=1) + "\n")
-    put(LOG, size.writer, table(result))
+    if folder == HERE:
+        put(LOG, size.writer, table(result))
 
 
 def main() -> None:
@@ -309,7 +307,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rounds", type=int, default=0, help="of timed steps, after the runs")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", type=result_path, nargs="?", const=str(HERE), metavar="FOLDER", help="default: here")
     options = parser.parse_args()
     started, size = time.monotonic(), SIZES[options.size]
     for method, rate, seed in planned(options.runs, size, options.methods, options.seeds):
@@ -322,7 +320,7 @@ def main() -> None:
     result = collected(options.runs, size, options.seeds)
     print(json.dumps(result["search"], indent=1), table(result), sep="\n")
     if options.write:
-        write(result, size)
+        write(result, size, options.write)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The paper's economics, recomputed: memory of Tables 4, 8, 10 and 11, every cell of Tables 5, 6, 7, 12, 13 and 14.
 
-    python experiments/economics/economics.py [--write]
+    python experiments/economics/economics.py [--write [FILE]]
 
 Prints the tables; `--write` puts them into README.md (between its markers) and result.json. Takes a second.
 """
@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 
+import torch
+
 from blocktrain.plan.cost import MULTIPLIERS, price_of, reduction
 from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
+from blocktrain.runtime import environment, result_path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -168,14 +171,23 @@ def tables(found: Sequence[Cell]) -> str:
 def main() -> None:
     """Print, and with `--write` keep, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--write",
+        type=result_path,
+        nargs="?",
+        const=str(HERE / "result.json"),
+        metavar="FILE",
+        help="default: result.json and the README's table",
+    )
     options = parser.parse_args()
     found = cells()
     text = tables(found)
     print(text)
     if options.write:
-        (HERE / "result.json").write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
-        put(HERE / "README.md", "economics.py", text)
+        result = {"environment": environment(torch.device("cpu")), "cells": [asdict(cell) for cell in found]}
+        options.write.write_text(json.dumps(result, indent=1) + "\n")
+        if options.write.parent == HERE:
+            put(HERE / "README.md", "economics.py", text)
 
 
 if __name__ == "__main__":

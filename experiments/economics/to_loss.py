@@ -1,6 +1,6 @@
 """Dollars to full training's loss, on as few cards as hold each method: measured multipliers, planned steps, prices.
 
-    python experiments/economics/to_loss.py [--write]
+    python experiments/economics/to_loss.py [--write [FILE]]
 
     dollars   step seconds x steps x cards x price;  in blocks, steps x multiplier
     steps     of a billion tokens that full training sees, `ROWS` rows of `SEQ` tokens in each
@@ -9,7 +9,7 @@ Step seconds are the planner's (blocktrain/plan/step.py: counted FLOPs and bytes
 efficiencies, hardware.toml), the cards the fewest whose memory holds the method, prices the paper's (section 4.4.1).
 Multipliers are measured, by result files of this repository, on models far smaller than those priced here.
 
-`--write` puts the tables into README.md and to_loss.json. Takes a second.
+`--write` puts the tables into README.md and to_loss.json. Takes ten seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from blocktrain.plan.comparison import CARD_COUNTS
 from blocktrain.plan.cost import break_even, reduction
@@ -30,6 +34,7 @@ from blocktrain.plan.hardware import Hardware, achievable, load_hardware
 from blocktrain.plan.layout import TrainingMethod
 from blocktrain.plan.presets import find_model
 from blocktrain.report.multiplier import tokens_to_reach
+from blocktrain.runtime import environment, result_path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -40,6 +45,7 @@ MODELS = ("g-1.6b", "l-1.5b", "g-5.4b", "g-10b", "g-20b")
 CARDS = ("rtx4090", "a100-80")
 PRECISION = "bf16-exact"
 TOKENS, SEQ, ROWS = 10**9, 1024, 64
+BATCHES = (64, 128, 256, 512, 1024)  # rows a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +116,11 @@ MEASURED: tuple[Callable[[], Measured], ...] = (
 )
 
 
-def cheapest(model: str, card: str, method: TrainingMethod, blocks: int | None, hardware: Hardware) -> Candidate:
-    """The cheapest layout on as few cards as hold the method, for the same number of tokens."""
+def cheapest(
+    model: str, card: str, method: TrainingMethod, blocks: int | None, hardware: Hardware, *, batch: int = ROWS
+) -> Iterator[Candidate]:
+    """The cheapest layout on each number of cards that holds the method, the fewest first, for the same number of
+    tokens in steps of `batch` rows."""
     spec, assumed = find_model(model), hardware.assumed
     known, price = hardware.card(card), hardware.price(card)
     for cards in CARD_COUNTS:
@@ -121,7 +130,7 @@ def cheapest(model: str, card: str, method: TrainingMethod, blocks: int | None, 
             cards=cards,
             tokens=TOKENS,
             seq=SEQ,
-            rows=ROWS,
+            rows=batch,
             rates=achievable(known, hardware),
             capacity=capacity_of(
                 known.memory_gib,
@@ -141,22 +150,36 @@ def cheapest(model: str, card: str, method: TrainingMethod, blocks: int | None, 
             cards_per_node=assumed.cards_per_node,
             overlap=assumed.overlap,
         )
-        found = fit(request).candidates
-        if found:
-            return found[0]
-    raise ValueError(f"{model} does not fit on {CARD_COUNTS[-1]} of {card}")
+        yield from fit(request).candidates[:1]
 
 
 def rows(measured: Sequence[Measured], hardware: Hardware) -> list[dict[str, Any]]:
     """Each model on each card, for each multiplier."""
     found = []
     for model in MODELS:
-        whole = {card: cheapest(model, card, "full", None, hardware) for card in CARDS}
+        whole = {card: next(cheapest(model, card, "full", None, hardware)) for card in CARDS}
         least = min(_dollars(full) for full in whole.values())
         for card, full in whole.items():
             for item in measured:
-                mine = cheapest(model, card, "bcd", item.blocks, hardware)
+                mine = next(cheapest(model, card, "bcd", item.blocks, hardware))
                 found.append(_row(model, card, item, full, mine) | {"cheapest_full": least})
+    return found
+
+
+def batches(measured: Sequence[Measured], hardware: Hardware, models: Sequence[str] = MODELS) -> list[dict[str, Any]]:
+    """Each model on each card, for each multiplier and batch size. Both methods take the layout, and the number of
+    cards, at which they cost least: as few as hold full training leave it bubbles where batches are small."""
+
+    @cache
+    def least(model: str, card: str, method: TrainingMethod, blocks: int | None, batch: int) -> Candidate:
+        return min(cheapest(model, card, method, blocks, hardware, batch=batch), key=_dollars)
+
+    found = []
+    for model, card, batch in product(models, CARDS, BATCHES):
+        full = least(model, card, "full", None, batch)
+        for item in measured:
+            mine = least(model, card, "bcd", item.blocks, batch)
+            found.append(_row(model, card, item, full, mine) | {"batch": batch})
     return found
 
 
@@ -206,18 +229,42 @@ def tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) -> str
     return "\n".join(text).lstrip() + "\n"
 
 
+def batch_tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) -> str:
+    """As Markdown, one table a multiplier: what is saved, in percent, by rows a step."""
+    text = []
+    for item in measured:
+        text += [f"\n### {item.name}: {item.mean:.2f} at every batch size; M = {item.blocks}\n"]
+        text += [f"| model | card | {' | '.join(map(str, BATCHES))} |", "|---" * (2 + len(BATCHES)) + "|"]
+        for model, card in product(MODELS, CARDS):
+            mine = [
+                row for row in found if (row["measured"], row["model"], row["card"]) == (item.name, model.upper(), card)
+            ]
+            cells = [f"{100 * row['saved'][0]:.0f} ({row['full']['cards']}, {row['blocks']['cards']})" for row in mine]
+            text += [f"| {model.upper()} | {card} | {' | '.join(cells)} |"]
+    return "\n".join(text).lstrip() + "\n"
+
+
 def main() -> None:
     """Print, and with `--write` keep, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--write",
+        type=result_path,
+        nargs="?",
+        const=str(HERE / "to_loss.json"),
+        metavar="FILE",
+        help="default: to_loss.json and the README's tables",
+    )
     options = parser.parse_args()
-    measured = [each() for each in MEASURED]
-    found = rows(measured, load_hardware())
-    text = tables(found, measured)
-    print(text)
+    measured, hardware = [each() for each in MEASURED], load_hardware()
+    found, by_batch = rows(measured, hardware), batches(measured, hardware)
+    texts = {"to_loss.py": tables(found, measured), "to_loss.py, batches": batch_tables(by_batch, measured)}
+    print(*texts.values(), sep="\n")
     if options.write:
-        (HERE / "to_loss.json").write_text(json.dumps(found, indent=1) + "\n")
-        put(HERE / "README.md", "to_loss.py", text)
+        result = {"environment": environment(torch.device("cpu")), "rows": found, "batches": by_batch}
+        options.write.write_text(json.dumps(result, indent=1) + "\n")
+        for writer, text in texts.items() if options.write.parent == HERE else ():
+            put(HERE / "README.md", writer, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What if processes train different blocks at once? The paper's open question, at a size for a laptop.
 
-    python experiments/parallel_blocks/parallel_blocks.py [--steps 450] [--seeds 1] [--write]
+    python experiments/parallel_blocks/parallel_blocks.py [--steps 450] [--seeds 1] [--write [FILE]]
 
     sequential   | block 0 | block 1 | block 2 | block 0 ...     one process
     at once      | block 0 | block 0 ...                         process 0     all start a visit from the same weights;
@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
 from blocktrain.data.stdlib import stdlib_files
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 from blocktrain.testing import run_distributed
 
 HERE = Path(__file__).resolve().parent
@@ -139,7 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=450, help="of 8 rows, taken by all processes in sum")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="into result.json and README.md")
+    parser.add_argument(
+        "--write",
+        type=result_path,
+        nargs="?",
+        const=str(HERE / "result.json"),
+        metavar="FILE",
+        help="default: result.json and the README's table",
+    )
     options = parser.parse_args()
     results: dict[str, list[list[tuple[int, float]]]] = {}
     for seed in range(options.seeds):
@@ -162,8 +169,9 @@ def main() -> None:
             "environment": environment(torch.device("cpu")),
             "steps": options.steps,
         }
-        (HERE / "result.json").write_text(json.dumps({**found, "curves": results}, indent=1) + "\n")
-        put(HERE / "README.md", "parallel_blocks.py", table(results, options.steps))
+        options.write.write_text(json.dumps({**found, "curves": results}, indent=1) + "\n")
+        if options.write.parent == HERE:
+            put(HERE / "README.md", "parallel_blocks.py", table(results, options.steps))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ trainer, bit for bit. Three blocks must learn, change every tensor that is to be
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import tempfile
@@ -29,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import blocktrain as bt
 from blocktrain.integrations.hf import Blocks, BlockTrainerMixin
 from blocktrain.optim.precision import Precision
+from blocktrain.runtime import environment, result_path
 
 WORDS = ["<eos>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
 KINDS = ["own head", "tied head", "LoRA"]  # of models
@@ -203,6 +205,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=result_path, default=str(HERE / "result.json"))
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for cls in IN_BLOCKS:
@@ -211,8 +216,10 @@ def main() -> None:
                 print(json.dumps(rows[-len(PRECISIONS) :], indent=1), flush=True)
     versions = {module.__name__: module.__version__ for module in (torch, transformers, trl, peft)}
     result = {"rows": rows, "steps": STEPS, "versions": versions, "date": datetime.now(UTC).date().isoformat()}
-    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    put(HERE / "README.md", "trl_trainers.py", table(result))
+    result["environment"] = environment(torch.device("cpu"))
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out.parent == HERE:
+        put(HERE / "README.md", "trl_trainers.py", table(result))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Code above this file need not know whether there is a GPU: on a CPU the same cal
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import math
 import mmap
@@ -325,14 +326,36 @@ def processor_name() -> str:
 def source_commit() -> str | None:
     """The git commit that this package runs from, with "+" if files differ from it; None outside a checkout."""
     folder = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
     try:
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", str(folder)) else "")
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", str(folder)) else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def result_path(text: str) -> Path:
+    """Where a benchmark or an experiment writes its result: the `type` of an argument of `argparse`.
+
+    Raises `ArgumentTypeError` for a place in a checkout whose code is not committed: the result names the commit that
+    it was measured at. Other results and documents may differ from it (`.json`, `.md`, `.svg`).
+    """
+    path = Path(text).resolve()
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    try:
+        root = Path(_git(folder, "rev-parse", "--show-toplevel"))
+        changed = _git(root, "diff", "--name-only", "HEAD").splitlines()
+        new = _git(root, "ls-files", "--others", "--exclude-standard").splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return path  # outside of any checkout
+    uncommitted = [name for name in (*changed, *new) if not name.endswith((".json", ".md", ".svg"))]
+    if uncommitted:
+        raise argparse.ArgumentTypeError(
+            f"'{path.relative_to(root)}' would name a commit that lacks your changes to '{uncommitted[0]}'; commit "
+            "them first, or write a trial to a place outside of the repository"
+        )
+    return path
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

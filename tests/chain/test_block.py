@@ -52,6 +52,11 @@ def test_blocks_as_one(parts: Partition):
     assert repr(whole) == "Block(0 to 1: 0 .. 3, 25 parameters)"
 
 
+def test_what_is_above_a_union_is_above_its_last_block(parts: Partition):
+    assert list(parts.parameters_above(parts[0])) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert parts.parameters_above(parts.suffix(0)) == {}
+
+
 def test_parts_of_parameters_are_not_joined(parts: Partition):
     rows = partition(parts.model, largest=3)
     with pytest.raises(PartitionError, match=r"owns only rows 0 to 1 of '0.weight', .* set schedule.span = 'block'"):

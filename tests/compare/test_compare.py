@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from rivals.lisa import lisa
+from rivals.packages import configured_blocks
 from transformers import GPT2LMHeadModel
 
+from blocktrain.chain.freezing import evaluating
 from blocktrain.cli.main import main
 from blocktrain.compare.adapter import ADAPTERS, Adapter
 from blocktrain.compare.compare import Search, compare
@@ -61,8 +63,9 @@ def take(module: ExternalModule, step: int) -> StepResult:
 
 
 def costs_of(adapter: Adapter, context: TrainingContext, visits: int | None = None) -> MethodCosts:
+    visits = visits or adapter.cycle(context)
     module = ExternalModule(context, adapter.build(context, 3), Techniques())
-    return measure_costs(context, module, visits=visits or adapter.cycle(context))
+    return measure_costs(context, module, visits=visits)
 
 
 def test_lisa_and_full_see_the_same_rows_and_are_recorded_alike(tiny: MakeConfig, tmp_path: Path) -> None:
@@ -163,15 +166,24 @@ def test_one_model_at_a_time_is_in_memory(tiny: MakeConfig, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["badam", "galore", "apollo", "lomo", "lora"])
 def test_a_peer_trains(name: str, tiny: MakeConfig, tmp_path: Path) -> None:
+    """Its loss on the rows it was trained on falls, and it moves what its paper says."""
     adapter = require(name)
     config = tiny(*PLAIN, "optimizer.lr=0.003")
     context = context_for(name, config, tmp_path)
     before = {key: p.detach().clone() for key, p in context.model.named_parameters()}
     module = ExternalModule(context, adapter.build(context, 2), Techniques())
-    losses = [take(module, step).loss for step in range(6)]
-    assert all(loss > 0 for loss in losses)
+
+    def loss() -> float:
+        with torch.no_grad(), evaluating(module.model):
+            return module.model(**seen).loss.item()
+
+    seen = context.data.train.batch(range(12))
+    untrained = loss()
+    for step in range(6):
+        take(module, step)
+    assert loss() < untrained - 0.02
     moved = {key for key, p in context.model.named_parameters() if key in before and not torch.equal(p, before[key])}
-    assert bool(moved) == (name != "lora")  # LoRA moves its adapters only
+    assert moved == (set() if name == "lora" else before.keys())  # LoRA moves its adapters only
     measured = context_for(name, config, tmp_path)
     costs = costs_of(adapter, measured)
     assert costs.flops > 0
@@ -211,6 +223,25 @@ def test_lora_trains_the_new_head_of_a_classifier(tmp_path: Path) -> None:
     trained = {name for name, p in method_of.model.named_parameters() if p.requires_grad}
     assert any("classifier" in name and "lora" not in name for name in trained)
     assert all("classifier" in name or "lora" in name for name in trained)
+
+
+def test_a_method_that_begins_with_frozen_layers_is_compared(
+    tiny: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BAdam freezes all blocks but the first when it is built; its blocks were counted only then, and blocks in which
+    nothing requires gradients are refused: no comparison with it got past its measurement."""
+
+    def freezing(context: TrainingContext, period: int | None) -> ExternalMethod:
+        last = list(context.partition.chain.owned[-1].values())
+        context.model.requires_grad_(False)
+        for parameter in last:
+            parameter.requires_grad_(True)
+        return ExternalMethod(model=context.model, optimizers=[torch.optim.AdamW(last, lr=0.01)])
+
+    adapter = Adapter(build=freezing, cycle=lambda context: len(configured_blocks(context)))
+    monkeypatch.setitem(ADAPTERS, "freezing", adapter)
+    (folder,) = compare(tiny(*PLAIN, "schedule.visit=1 steps"), ["freezing"], tmp_path).folders
+    assert RunRecord.load(folder.path).end is not None
 
 
 def test_badam_costs_what_a_block_costs(tiny: MakeConfig, tmp_path: Path) -> None:

@@ -201,6 +201,19 @@ def test_slot_rows_is_the_inverse_of_step(sampling: dict[str, Any]):
             assert back.variant == got.variant
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_slots_of_a_rank_are_those_of_its_own_cache(rank: int):
+    """Each rank stores its part of a subset; its slots begin at 0 and have no holes."""
+    sampling = Sampling(scope="sweep", rate=0.5)
+    rows = RowPlan(ShuffledRows(60, seed=0), sampling, rows_per_step=6, rank=rank, ranks=3)
+    parts = [rows.mine(step) for step in visit(rows, 5)]
+    assert (
+        sorted(np.concatenate([part.slots for part in parts]).tolist()) == list(range(rows.num_slots)) == [*range(10)]
+    )
+    for part in parts:
+        np.testing.assert_array_equal(rows.slot_rows(part.slots, subset=0).rows, part.rows)
+
+
 def test_slots_of_two_variants_cannot_be_one_batch():
     rows = plan(scope="sweep", rate=0.2, variants=2)
     with pytest.raises(ValueError, match="several variants"):

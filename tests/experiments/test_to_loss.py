@@ -9,6 +9,7 @@ from economics import to_loss
 from tabling import placed
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "economics"
+STORED = json.loads((FOLDER / "to_loss.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,24 @@ def found() -> list[dict[str, Any]]:
 def test_the_readme_and_the_result_are_the_scripts(found: list[dict[str, Any]]) -> None:
     text = to_loss.tables(found, [each() for each in to_loss.MEASURED])
     assert placed("to_loss.py", text) in (FOLDER / "README.md").read_text()
-    assert json.loads((FOLDER / "to_loss.json").read_text()) == json.loads(json.dumps(found))
+    assert STORED["rows"] == json.loads(json.dumps(found))
+
+
+def test_the_batches_of_the_readme_are_those_of_the_result() -> None:
+    """Recomputed for one model; all of them take 8 seconds."""
+    measured, hardware = [each() for each in to_loss.MEASURED], to_loss.load_hardware()
+    text = to_loss.batch_tables(STORED["batches"], measured)
+    assert placed("to_loss.py, batches", text) in (FOLDER / "README.md").read_text()
+    again = to_loss.batches(measured, hardware, models=("g-1.6b",))
+    assert json.loads(json.dumps(again)) == [row for row in STORED["batches"] if row["model"] == "G-1.6B"]
+    for row in STORED["rows"]:  # nobody pays more where the number of cards may be chosen
+        (free,) = [each for each in STORED["batches"] if each["batch"] == to_loss.ROWS and same(each, row)]
+        assert free["full"]["dollars"] <= row["full"]["dollars"]
+        assert free["blocks"]["dollars_same_tokens"] <= row["blocks"]["dollars_same_tokens"]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in ("measured", "model", "card"))
 
 
 def test_what_is_saved_changes_its_sign_at_the_break_even(found: list[dict[str, Any]]) -> None:

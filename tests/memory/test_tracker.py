@@ -68,6 +68,16 @@ def test_the_host_does_not_count_and_the_peak_can_be_reset() -> None:
         assert tracker.bytes == 0
 
 
+def test_what_lies_on_the_host_stays_there_whatever_it_is_called_next() -> None:
+    with MemoryTracker() as tracker:
+        kept = torch.empty(1000)
+        tracker.label("host", [kept])
+        tracker.label("frozen", [kept])
+        tracker.reset_peak()
+        made = torch.empty(10)
+        assert (tracker.peak().bytes, tracker.peak().host_bytes) == (made.nbytes, kept.nbytes)
+
+
 def test_what_goes_to_the_host_was_on_the_device_until_then() -> None:
     """On a CPU a copy to the host is the tensor itself: a weight that rests again left the peak before, too."""
     with MemoryTracker() as tracker:

@@ -30,6 +30,7 @@ def test_cosine_falls_slowly_at_its_ends():
 def test_wsd_stays_and_then_falls():
     rate = LearningRate(shape="wsd", final=0.0, decay_share=0.2)
     assert factors(rate, 0, 40, 80, 90, 95, 100) == pytest.approx([1, 1, 1, 0.5, 0.25, 0])
+    assert factors(LearningRate(shape="wsd", final=0.0, decay_share=0.5), 50, 75) == [1, 0.5]
     assert factors(LearningRate(shape="wsd", final=0.0, decay_share=0.0), 0, 99) == [1, 1]
 
 

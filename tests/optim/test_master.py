@@ -93,9 +93,23 @@ def test_scaling_is_applied_when_gradients_are_converted_to_fp32(weights: dict[s
     assert masters.norm().item() == pytest.approx(7**0.5)
     masters.scale(torch.tensor(1 / 3))
     assert masters.norm().item() == pytest.approx(7**0.5 / 3)
+    masters.scale(torch.tensor(2.0))
+    masters.scale(torch.tensor(0.5))
+    assert masters.norm().item() == pytest.approx(7**0.5 / 3)
     assert masters.collected["b"].dtype == torch.bfloat16
     weights["b"].sum().backward()  # a later gradient is not scaled
     assert torch.equal(masters.gradients()["b"], torch.full((7,), 1.0).mul(torch.tensor(1 / 3)).add(1.0))
+
+
+def test_a_factor_is_forgotten_with_its_gradients(weights: dict[str, nn.Parameter]):
+    """A step that was clipped and then skipped must not scale the next one's gradients."""
+    masters = Masters(Block(0, (), weights), lowered(weights))
+    weights["b"].sum().backward()
+    masters.scale(torch.tensor(1 / 3))
+    masters.forget_gradients()
+    weights["b"].sum().backward()
+    assert masters.norm().item() == pytest.approx(7**0.5)
+    assert torch.equal(masters.gradients()["b"], torch.ones(7))
 
 
 def test_rows_of_fp32_weights_are_updated_in_place(weights: dict[str, nn.Parameter]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import blocktrain as bt
+from blocktrain.contrib.local_sgd import LocalSGD
 from blocktrain.errors import ConfigError, PeerError
+from blocktrain.integrations.visiting import VisitingOptimizer
 from blocktrain.parallel.config import DistributedConfig
 from blocktrain.parallel.data_parallel import DataParallel
+from blocktrain.parallel.fsdp import ShardedDataParallel
 from blocktrain.parallel.ranks import Ranks, open_ranks
 from blocktrain.testing import run_distributed
 
@@ -140,26 +144,77 @@ def test_an_expert_without_rows_on_a_rank_does_not_block_the_others(compared: di
         assert [block["missing"] for block in blocks] == [2, 0, 0]
 
 
-def drift() -> str:
+def with_norm(rank: int) -> tuple[bt.Partition, bt.BlockOptimizer, nn.BatchNorm1d, Tensor]:
+    """Three blocks, of which the second is a BatchNorm with the statistics of the last batch; and this rank's rows."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH, momentum=1.0)
+    partition = bt.partition(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 1)), num_blocks=3)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return partition, bt.BlockOptimizer(partition, torch.optim.AdamW, lr=0.1), norm, rows
+
+
+def statistics() -> dict[str, list[list[float]]]:
+    """By the way to train: the BatchNorm's statistics of this rank's rows, and those after a step."""
+    found = {}
+    with open_ranks() as ranks:
+        for way in (DataParallel, ShardedDataParallel, LocalSGD, VisitingOptimizer):
+            partition, optimizer, norm, rows = with_norm(ranks.rank)
+            hidden = partition.model.get_submodule("0")(rows)
+            with ExitStack() as stack:
+                loop: Any
+                if way is VisitingOptimizer:
+                    loop = VisitingOptimizer(optimizer, bt.Cyclic(visit=bt.Duration.steps(9), order=[1]), ranks=ranks)
+                    stack.callback(loop.close)
+                else:
+                    loop = way(ranks, DistributedConfig(sync_every=1))  # pyright: ignore[reportCallIssue, reportArgumentType]
+                    stack.enter_context(optimizer.visit(partition[1]))
+                    stack.enter_context(loop.visit(optimizer.active_block))
+                with loop.gradient_sync():
+                    backward(partition, rows)
+                if isinstance(loop, LocalSGD):
+                    loop.after_step(0)
+            buffers = dict(norm.named_buffers())
+            after = [*buffers["running_mean"].tolist(), *buffers["running_var"].tolist()]
+            found[way.__name__] = [hidden.mean(0).tolist() + hidden.var(0).tolist(), after]
+    return found
+
+
+def test_batchnorm_statistics_are_averages_over_the_ranks() -> None:
+    """Each rank's are of its own rows."""
+    by_rank = run_distributed(statistics, 2)
+    for way in by_rank[0]:
+        own = torch.tensor([found[way][0] for found in by_rank])
+        assert (own[0] - own[1]).abs().max() > 0.1
+        for found in by_rank:
+            torch.testing.assert_close(torch.tensor(found[way][1]), own.mean(0), rtol=1e-5, atol=1e-6, msg=way)
+
+
+def drift() -> list[str]:
+    """What is said of a rank whose weight, and of one whose buffer, is off by little."""
+    messages = []
     with open_ranks() as ranks:
         parallel = DataParallel(ranks, DistributedConfig())
-        partition, optimizer, rows = build()
-        with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), parallel.gradient_sync():
-            backward(partition, rows)
-        try:
-            with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
-                if ranks.rank == 2:
-                    next(iter(optimizer.active_block.trained.values())).view(-1)[3] += 1e-6
-        except PeerError as error:
-            return str(error)
-        return "nothing"
+        partition, optimizer, norm, _ = with_norm(0)
+        for tensor in (norm.weight, dict(norm.named_buffers())["running_mean"]):
+            try:
+                with optimizer.visit(partition[1]), parallel.visit(optimizer.active_block), torch.no_grad():
+                    if ranks.rank == 2:
+                        tensor[3] += 1e-6
+                messages.append("nothing")
+            except PeerError as error:
+                messages.append(str(error))
+            with torch.no_grad():
+                tensor.fill_(1.0)
+    return messages
 
 
 def test_a_rank_that_drifts_is_named_on_every_rank() -> None:
-    messages = run_distributed(drift, 4)
-    assert len(set(messages)) == 1
-    assert "the weights of Block(1" in messages[0]
-    assert "rank 2 of 4 drifted" in messages[0]
+    """In a weight, and in a buffer, which no gradient keeps equal."""
+    results = run_distributed(drift, 4)
+    assert all(messages == results[0] for messages in results)
+    for message in results[0]:
+        assert "the weights of Block(1" in message
+        assert "rank 2 of 4 drifted" in message
 
 
 def test_one_process_sends_nothing_and_changes_nothing() -> None:

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+import blocktrain as bt
 from blocktrain.chain.partition import partition
 from blocktrain.optim.precision import PRESETS
 from blocktrain.optim.quantize_weights import quantize
 from blocktrain.plan.configure import step_config
 from blocktrain.plan.layout import PRECISION_SPECS, Layout, find_precision
-from blocktrain.plan.memory import plan_memory
+from blocktrain.plan.memory import MemoryPlan, disk_parts, plan_memory
 from blocktrain.plan.presets import find_model
 from blocktrain.plan.shapes import cut_into, cut_up_to
 from blocktrain.plan.spec import ModelSpec
 from blocktrain.runtime import AlwaysCopying
 from blocktrain.train.config import RunConfig
+from blocktrain.train.context import build
 from blocktrain.train.verify_plan import meta_model, tracked_peak
 
 TRACKED = Path(__file__).resolve().parents[2] / "benchmarks" / "plan" / "tracked.json"
@@ -186,16 +188,50 @@ def test_blocks_of_modules_are_those_that_the_package_cuts(blocks: int) -> None:
         assert [sum(piece.size for piece in block) for block in planned] == [block.num_parameters for block in cut]
 
 
-def test_every_lever_does_what_it_is_for() -> None:
+def test_every_lever_saves_what_it_is_for() -> None:
+    """By hand: 2 bytes a weight, 2 a gradient, 4 a master, 8 for the moments; the largest of 3 blocks is the embedding
+    and 11 layers, of 8 the embedding and 4."""
     spec = find_model("llama-2-7b")
+    whole, layer, embedding = spec.parameters, spec.layer_parameters, spec.embedding_parameters
 
-    def peak(**changes) -> float:
-        return plan_memory(
-            spec, Layout(**{"blocks": 3, "precision": find_precision("bf16-exact"), **changes}), seq=1024
-        ).peak
+    def plan(**changes: Any) -> MemoryPlan:
+        options = {"blocks": 3, "precision": find_precision("bf16-exact"), **changes}
+        return plan_memory(spec, Layout(**options), seq=1024)
 
-    assert peak(blocks=8) < peak() < peak(blocks=1, method="full")
-    assert peak(checkpointing="layers", micro_rows=4) < peak(micro_rows=4) < peak(micro_rows=8)
-    assert peak(pipeline=2) < peak()
-    assert peak(data=4, shards=4) < peak(data=4)
-    assert peak(method="offload", blocks=1) < peak(method="full", blocks=1)
+    def held(planned: MemoryPlan) -> list[float]:
+        """Weights, master, moments."""
+        parts = planned.parts
+        return [parts["frozen"] + parts["active"], parts["master"], parts["moments"]]
+
+    for blocks, largest in ((3, 11 * layer + embedding), (8, 4 * layer + embedding)):
+        assert held(plan(blocks=blocks)) == pytest.approx([2 * whole, 4 * largest, 8 * largest], rel=1e-3)
+        checkpointed = plan(blocks=blocks, checkpointing="layers")
+        assert checkpointed.peak == pytest.approx(2 * whole + (2 + 4 + 8) * largest, rel=0.02)
+    full, offloaded = plan(blocks=1, method="full"), plan(blocks=1, method="offload")
+    assert [*held(full), full.parts["gradients"]] == pytest.approx([size * whole for size in (2, 4, 8, 2)])
+    assert [*held(offloaded), offloaded.parts["gradients"]] == pytest.approx([2 * whole, 0, 0, 2 * whole])
+    of_a_row = plan().parts["activations"] + plan().parts["logits"]
+    assert plan(micro_rows=8).peak - plan().peak == pytest.approx(7 * of_a_row)
+    assert held(plan(pipeline=2)) == pytest.approx([size / 2 for size in held(plan())], rel=0.04)
+    assert plan(data=4) == plan()
+    weights, master, moments = held(plan())  # FSDP2 gathers the layer that runs and the next one
+    assert held(plan(data=4, shards=4)) == pytest.approx([weights / 4 + 2 * 2 * layer, master / 4, moments / 4])
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_two_checkpoints_have_room_on_the_disk(tiny, tmp_path: Path) -> None:
+    """As many as a run keeps, by the bytes that their manifests list. Only moments that are kept between visits are
+    there for all blocks."""
+    tables = tiny("precision=bf16-exact", "model.config.n_embd=64", "blocks.count=1").to_mapping()
+    config = RunConfig.from_mapping(tables | {"checkpoint": {"every": "1 steps"}})
+    folder = bt.run(config, tmp_path / "run").path / "checkpoints"
+    manifests = [json.loads(path.read_text())["files"] for path in folder.glob("step-*/checkpoint.json")]
+    sizes = {"layers": 4, "width": 64, "heads": 2, "kv_heads": 2, "head_width": 32, "inner": 256, "positions": 16}
+    model: Any = build(config, tmp_path / "again").model
+    spec = replace(find_model("gpt2"), vocabulary=model.config.vocab_size, **sizes)
+    layout = Layout(blocks=1, method="full", precision=find_precision("bf16-exact"), state="host")
+    (planned,) = disk_parts(spec, layout).values()
+    assert planned == pytest.approx(sum(file["bytes"] for files in manifests for file in files.values()), rel=0.02)
+    dropped = replace(layout, blocks=4, method="bcd", state="drop")
+    (least,) = disk_parts(spec, dropped).values()
+    assert planned - least == 2 * 8 * spec.parameters * 3 / 4

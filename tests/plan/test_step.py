@@ -71,6 +71,8 @@ def test_recomputation_offload_and_precision() -> None:
     rates = replace(PRODUCTS, host_link_bytes=1e10, host_memory_bytes=2e10)
     moved = step_time(SPEC, Layout(method="offload", blocks=1), replace(SETTING, rates=rates)).parts["offload"]
     assert moved == pytest.approx(SPEC.parameters * (8 / 1e10 + 28 / 2e10))
+    shared = Layout(method="offload", blocks=1, data=4)  # each of the four updates its part
+    assert step_time(SPEC, shared, replace(SETTING, rates=rates)).parts["offload"] == pytest.approx(moved / 4)
     half = step_time(SPEC, Layout(method="full", blocks=1, precision=find_precision("bf16-exact")), SETTING)
     assert half.parts["forward"] == pytest.approx(plain.parts["forward"] / 10)
     assert plain.flops == half.flops

@@ -143,6 +143,13 @@ def test_a_schedule_that_never_reaches_a_layer_goes_on(tiny, tmp_path: Path) -> 
     assert [visit.left_out for visit in RunRecord.load(run.path).visits] == [4, 2]
 
 
+def test_the_second_sweep_leaves_out_what_no_visit_reaches(tiny, tmp_path: Path) -> None:
+    """A step of block 0 without two layers, in the second sweep, costs other than without four: both are timed."""
+    context = build(tiny(ZERO, "schedule.order=[0, 1]", "schedule.sweeps=3"), tmp_path)
+    kinds = [(visit.block.index, visit.sweep, len(layers)) for visit, layers in growth.growing_visits(context)]
+    assert kinds == [(0, 0, 4), (1, 0, 2), (0, 1, 2)]
+
+
 def test_masters_of_a_copy_begin_at_its_weights(tiny, tmp_path: Path) -> None:
     context = build(tiny(ZERO, "model.grown_layers=copied", "precision=bf16-exact"), tmp_path)
     for visit in islice(context.schedule.visits(context.partition), 3):

@@ -34,7 +34,7 @@ class Adapter:
     optimizer: the optimizer's name in the records; None is the configured class.
     module, package: what is imported, and what to install for it; None: nothing.
     cuda_only: why it needs a GPU, if it does.
-    cycle: how many switches it takes until everything was trained once.
+    cycle: how many switches it takes until everything was trained once. It is called before `build`, which may freeze.
     """
 
     build: Callable[[TrainingContext, int | None], ExternalMethod]

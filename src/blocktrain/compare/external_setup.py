@@ -180,9 +180,10 @@ def external_context(config: RunConfig, out: Path) -> TrainingContext:
 
 def _measured(config: RunConfig, adapter: Adapter, out: Path) -> MethodCosts:
     context = external_context(config, out)
+    visits = adapter.cycle(context)
     with saving_memory(context.partition, context.config.memory):
         module = ExternalModule(context, adapter.build(context, VISIT), Techniques())
-        return measure_costs(context, module, visits=adapter.cycle(context))
+        return measure_costs(context, module, visits=visits)
 
 
 def _opening_of_full(config: RunConfig, method: str) -> Opening:
