@@ -2,16 +2,20 @@
 
     python benchmarks/endurance/kills.py --kills 140
     python benchmarks/endurance/kills.py --kills 70 --processes 2 --out benchmarks/endurance/kills-processes.json
+    python benchmarks/endurance/kills.py --kills 70 --processes 2 --alone --out benchmarks/endurance/kills-alone.json
 
 The runs are those of `tests/golden/runs.py`. Each is trained once undisturbed. Then it is trained in chains: killed,
-resumed, killed, and so on until a session reaches the end. A kill comes at a random time after a random call of a
-random function out of `MOMENTS`, or at a random time of the whole session. Just before it the process writes down where
-it is (`faulthandler`). Of a run in two processes both are killed, one shortly after the other, as a job's manager does.
+resumed, killed, and so on until a session reaches the end. A process kills itself a random number of calls and returns
+after it has entered a function out of `MOMENTS` for the n-th time, so kills fall between the system calls of functions
+that last a millisecond; functions in which few kills fell are chosen more often. Or it is killed at a random time of
+the whole session. Just before, it writes down where it is (`faulthandler`). Of a run in two processes both are killed,
+one shortly after the other, as a job's manager does; with `--alone` the other one must end by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import hashlib
 import inspect
@@ -29,7 +33,7 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "golden"))
@@ -63,21 +67,26 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "local-steps-still": ("local-steps", STILL),
 }
 SAVED = f"checkpoint.every={(INTERVAL := 4)} steps"
-LONGEST_DELAY = 0.02  # seconds between a call and the kill
+MOST_CALLS = 300  # calls and returns of functions between entering one of `MOMENTS` and the kill
+LONGEST_DELAY = 0.02  # seconds between the kills of two processes
+LONGEST_END = 120.0  # seconds in which a process must notice that the other one is gone
 SIGNAL_TO_KILL = 0.002  # seconds in which a process writes down where it is
 
 
 def session(  # noqa: PLR0917 - arguments of a process
-    name: str, rank: int, size: int, place: str, store: str, watched: str, events: Connection
+    name: str, rank: int, size: int, place: str, store: str, fatal: tuple[str, int, int] | None, events: Connection
 ) -> None:
-    """One process of one session. Sends "entered" at each call of the function `watched`, and at the end how often
-    each of `MOMENTS` was called, or a traceback."""
+    """One process of one session. Sends at the end how often each of `MOMENTS` was called, or a traceback.
+
+    fatal: one of `MOMENTS`, which of its calls, and how many calls and returns later the process kills itself.
+    """
     os.chdir(place)
     trace = open(f"stack-{rank}", "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
     counts: Counter[str] = Counter()
     for moment, path in MOMENTS.items():
-        _watch(path, moment, counts, events if moment == watched else None)
+        die = Death(trace, fatal[2]) if fatal is not None and fatal[0] == moment else None
+        _watch(path, moment, counts, fatal[1] if fatal is not None and die is not None else 0, die)
     try:
         import torch.distributed as dist
 
@@ -96,14 +105,29 @@ def session(  # noqa: PLR0917 - arguments of a process
         events.send(traceback.format_exc())
 
 
-def _watch(path: str, moment: str, counts: Counter[str], events: Connection | None) -> None:
+class Death:
+    """A profiler that kills its process at the `left`-th call or return, after writing to `trace` where that was."""
+
+    def __init__(self, trace: TextIO, left: int):
+        self.trace, self.left = trace, left
+
+    def __call__(self, *_: object) -> None:
+        """One more call or return."""
+        self.left -= 1
+        if self.left <= 0:
+            sys.setprofile(None)
+            faulthandler.dump_traceback(self.trace, all_threads=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(path: str, moment: str, counts: Counter[str], fatal_call: int, die: Death | None) -> None:
     owner = pkgutil.resolve_name(path.rpartition(".")[0])
     function = getattr(owner, path.rpartition(".")[2])
 
     def call(*args: Any, **keywords: Any) -> Any:
         counts[moment] += 1
-        if events is not None:
-            events.send("entered")
+        if die is not None and counts[moment] == fatal_call:
+            sys.setprofile(die)
         return function(*args, **keywords)
 
     setattr(owner, path.rpartition(".")[2], call)
@@ -120,8 +144,8 @@ class Chain:
         write_data(Path())
         (place / "run.toml").write_text(file_of(CASES[name][0]))
 
-    def start(self, watched: str = "") -> list[tuple[Any, Connection]]:
-        """The processes of the next session, with what each sends."""
+    def start(self, fatal: tuple[str, int, int] | None = None, victim: int = 0) -> list[tuple[Any, Connection]]:
+        """The processes of the next session, with what each sends; the one of rank `victim` has `fatal`."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOADED, "blocktrain"])
         self.sessions += 1
@@ -129,7 +153,7 @@ class Chain:
         store, started = str(self.place / f"store-{self.sessions}-{kind}"), []
         for rank in range(self.size):
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (self.name, rank, self.size, str(self.place), store, watched, sender)
+            arguments = (self.name, rank, self.size, str(self.place), store, fatal if rank == victim else None, sender)
             process = context.Process(target=session, args=arguments, daemon=True)
             process.start()
             sender.close()
@@ -170,9 +194,7 @@ def ended(processes: list[tuple[Any, Connection]]) -> Any:
     """Wait for the end of an undisturbed session; returns the counts of the first process."""
     results = []
     for _, receiver in processes:
-        message = "entered"
-        while message == "entered":
-            message = receiver.recv()
+        message = receiver.recv()
         if isinstance(message, str):
             raise RuntimeError(message)
         results.append(message)
@@ -181,35 +203,43 @@ def ended(processes: list[tuple[Any, Connection]]) -> Any:
     return results[0]
 
 
-def kill(chain: Chain, moment: str, count: int, delay: float, chance: random.Random) -> str | None:
-    """Start a session and kill it `delay` seconds after the `count`-th call of the function of `moment` ("": after its
-    start). Returns where it was; None if it came to its end before."""
-    processes = chain.start(moment)
-    seen, over = 0, None
-    while moment and seen < count and over is None:
-        message = processes[0][1].recv()
-        seen, over = (seen + 1, None) if message == "entered" else (seen, message)
-    if over is None:
-        time.sleep(delay)
-    alive = [process for process, _ in processes if process.is_alive()]
-    if over is not None or len(alive) < chain.size:  # it was quicker
-        for _, receiver in processes:
-            while over is None or over == "entered":
-                over = receiver.recv()
-        for process in alive:
-            process.join()
-        if isinstance(over, str):
-            raise RuntimeError(over)
+def kill(
+    chain: Chain, fatal: tuple[str, int, int] | None, delay: float, chance: random.Random, alone: bool
+) -> str | None:
+    """Start a session and kill it, at `fatal` (see `session`) or, with None, `delay` seconds after its start. Returns
+    where it was; None if it came to its end before.
+
+    alone: kill one process of several, and raise `RuntimeError` unless the others end by themselves.
+    """
+    victim = chance.randrange(chain.size)
+    processes = chain.start(fatal, victim)
+    process, receiver = processes.pop(victim)
+    message = None  # what the process sends before it can be killed
+    with contextlib.suppress(EOFError):
+        if fatal is not None or receiver.poll(delay):
+            message = receiver.recv()
+    if isinstance(message, str):
+        raise RuntimeError(message)
+    if message is not None:  # it was quicker
+        for other, _ in processes:
+            other.join()
         return None
-    chance.shuffle(processes)
-    for process, _ in processes:
+    if fatal is None:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(SIGNAL_TO_KILL)
         os.kill(process.pid, signal.SIGKILL)
-        time.sleep(chance.random() * LONGEST_DELAY)
-    for process, _ in processes:
-        process.join()
-    return (chain.place / "stack-0").read_text()
+    process.join()
+    for other, _ in processes:
+        if alone:
+            other.join(LONGEST_END)
+        else:
+            time.sleep(chance.random() * LONGEST_DELAY)
+        if alone and other.is_alive():
+            other.kill()
+            raise RuntimeError("a process went on without the other one")
+        other.kill()
+        other.join()
+    return (chain.place / f"stack-{victim}").read_text()
 
 
 def phase(stack: str) -> str:
@@ -225,11 +255,12 @@ def phase(stack: str) -> str:
     return "elsewhere" if " in " in stack else "before or after the run"
 
 
-def measure(name: str, kills: int, folder: Path, chance: random.Random) -> dict[str, Any]:
+def measure(name: str, kills: int, folder: Path, chance: random.Random, alone: bool) -> dict[str, Any]:
     """Kill runs of one case at least `kills` times, and see each to its end."""
     whole = Chain(name, folder / f"{name}-whole")
     started = time.monotonic()
     counts: dict[str, int] = ended(whole.start())
+    moments = ["any", *counts]
     seconds, expected = time.monotonic() - started, whole.result()
     found: dict[str, Any] = {"kills": 0, "chains": 0, "phases": Counter(), "most_steps_repeated": 0}
     found |= {"checkpoints_lost": 0, "differing_ends": 0, "errors": []}
@@ -239,14 +270,15 @@ def measure(name: str, kills: int, folder: Path, chance: random.Random) -> dict[
         went_on, newest, last = 0, -1, 0
         try:
             while True:
-                moment = chance.choice(["", *counts]) if found["kills"] < kills else ""
-                count = chance.randint(1, min(counts.get(moment, 1), 12))
-                delay = chance.random() * (LONGEST_DELAY if moment else seconds)
+                weights = [1 / (1 + found["phases"][moment]) ** 2 for moment in moments]
+                (moment,) = chance.choices(moments, weights)
+                calls = round(MOST_CALLS ** chance.random())
+                fatal = (moment, chance.randint(1, min(counts[moment], 12)), calls) if moment in counts else None
                 stack = None
                 if found["kills"] >= kills:
                     ended(chain.start())
                 else:
-                    stack = kill(chain, moment, count, delay, chance)
+                    stack = kill(chain, fatal, chance.random() * seconds, chance, alone)
                 for step in chain.session_steps()[went_on:]:
                     found["checkpoints_lost"] += step != max(0, newest)
                     found["most_steps_repeated"] = max(found["most_steps_repeated"], last - step)
@@ -273,6 +305,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=140, help="in all; at least")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="which of the runs")
+    parser.add_argument("--alone", action="store_true", help="kill one of two processes")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="these runs (default: all of so many processes)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the runs (default: a temporary one)")
     parser.add_argument("--out", type=result_path, default=str(HERE / "kills.json"))
@@ -280,6 +314,7 @@ def main() -> None:
 
     out = options.out.resolve()
     names = [name for name, (run, _) in CASES.items() if RUNS[run].processes == options.processes]
+    names = [name for name in names if name in (options.only or names)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +323,8 @@ def main() -> None:
             "| run | kills | ends | differing | checkpoints lost | most steps repeated | during |\n" + "|---" * 7 + "|"
         )
         for name in names:
-            case = found[name] = measure(name, each, folder, random.Random(f"{options.seed} {name}"))
+            chance = random.Random(f"{options.seed} {name}")
+            case = found[name] = measure(name, each, folder, chance, options.alone)
             phases = ", ".join(f"{moment} {count}" for moment, count in case["phases"].most_common())
             numbers = [case[key] for key in ("kills", "chains", "differing_ends", "checkpoints_lost")]
             cells = [name, *numbers, case["most_steps_repeated"], phases]

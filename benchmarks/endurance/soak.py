@@ -1,6 +1,6 @@
 """Does anything grow in a long run? Resident memory, open files, threads, disk and step time of a tiny run.
 
-python benchmarks/endurance/soak.py [--visits 3000] [--out FILE]
+python benchmarks/endurance/soak.py [--visits 3000] [--set prefix.store=host ...] [--out FILE]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--visits", type=int, default=3000)
+    parser.add_argument("--set", nargs="+", default=[], help="more overrides of the configuration")
     parser.add_argument("--out", type=result_path, default=str(HERE / "soak.json"))
     options = parser.parse_args()
     import blocktrain as bt
@@ -49,6 +51,7 @@ def main() -> None:
         row = {
             "visits": record.visit + 1,
             "resident_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
+            "python_blocks": sys.getallocatedblocks(),
             "open_files": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "files": len(files),
@@ -64,10 +67,11 @@ def main() -> None:
         os.chdir(folder)
         Path("text.txt").write_text(Path(json.decoder.__file__).read_text())
         Path("run.toml").write_text(CONFIG)
-        config = bt.RunConfig.load("run.toml", (*OVERRIDES, f"schedule.sweeps={options.visits // 2}"))
+        overrides = (*OVERRIDES, *options.set)
+        config = bt.RunConfig.load("run.toml", (*overrides, f"schedule.sweeps={options.visits // 2}"))
         bt.run(config, "run", listeners=[note])
         os.chdir("/")
-    result = {"question": "does anything grow in a long run?", "overrides": OVERRIDES, "intervals": rows}
+    result = {"question": "does anything grow in a long run?", "overrides": overrides, "intervals": rows}
     result |= {"date": datetime.now(UTC).date().isoformat(), "environment": environment(pick_device("cpu"))}
     out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -368,6 +368,17 @@ def test_a_run_that_is_interrupted_twice_and_filled_ahead(train: Run, config, tm
     assert stored_files(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
+def test_a_lossy_store_in_memory_that_is_lost_changes_nothing(train: Run, config, tmp_path: Path, order: str):
+    """A row that was advanced had been rounded at each boundary on its way; computed again, at the last one only."""
+    lossy = ["prefix.store=host", "prefix.dtype=int8", "schedule.sweeps=1", *shape(order, None)]
+    crashed_at = 4 * PASS + 3
+    with pytest.raises(Crash):
+        bt.run(config(*lossy, "checkpoint.every=9 steps"), tmp_path / "run", listeners=[crash_at(crashed_at)])
+    bt.resume(tmp_path / "run")
+    assert learned(tmp_path / "run") == learned(train(*lossy))
+
+
 # -- no room ----------------------------------------------------------------------------------------------------------
 
 
@@ -535,6 +546,18 @@ def test_resnet_with_augmentation_frozen_or_in_two_variants(
     assert stored_files(cached) == []
 
 
+def test_a_single_image_that_is_missing_from_a_batch_is_not_computed_alone(
+    train_on_pictures: Run, pictures, tmp_path: Path
+):
+    """Convolutions over one image take another kernel. A run whose rows in memory were lost differed by a last bit."""
+    common = ["sampling.variants=2", "prefix.store=host", "schedule.sweeps=1"]
+    settings = override(json.loads(json.dumps(pictures)), [*common, "checkpoint.every=1 steps"])
+    with pytest.raises(Crash):
+        bt.run(bt.RunConfig.from_mapping(settings), tmp_path / "run", listeners=[crash_at(14)])
+    bt.resume(tmp_path / "run")
+    assert learned(tmp_path / "run") == learned(train_on_pictures(*common))
+
+
 def test_the_number_of_variants_changes_the_run(train_on_pictures: Run):
     runs = [train_on_pictures("prefix.store=off", f"sampling.variants={count}") for count in (1, 2)]
     fresh = train_on_pictures("prefix.store=off")
@@ -568,7 +591,7 @@ def test_a_cache_on_the_card_leaves_the_room_of_the_largest_step(
         seen.append(facts.free_bytes["device"])
         return StoreChoice(place=None, reason="seen")
 
-    monkeypatch.setattr(prefix_caching, "free_bytes", lambda *_: {"device": 1e9})
+    monkeypatch.setattr(prefix_caching, "free_bytes", lambda *_: {"device": 1e9, "file": 1e9})
     monkeypatch.setattr(prefix_caching, "choose", choose)
     bt.run(tiny("sampling.scope=sweep", "sampling.rate=0.02"), tmp_path / "run")
     (memory,) = events_of(tmp_path / "run", "memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import blocktrain as bt
-from blocktrain.errors import Interrupted
+from blocktrain.errors import Interrupted, StorageError
 from blocktrain.records.log import read_events
 from blocktrain.records.run_records import Record, Step
 from blocktrain.train.checkpoint import checkpoints
@@ -111,6 +112,27 @@ def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(
         bt.run(tiny(), tmp_path / "run", listeners=[interrupt])
     assert stop.value.exit_code == code
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000007"
+    bt.resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_log_without_room_ends_the_run_with_one_message_and_nothing_is_lost(tiny, outcome, tmp_path: Path) -> None:
+    """Closing the log wrote what had not fitted once more, and failed as a bare OSError."""
+    bt.run(tiny(), tmp_path / "whole")
+    log = tmp_path / "run" / "events.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(record: Record) -> None:
+        if isinstance(record, Step) and record.step == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 20, hard))  # in mid-record
+
+    try:
+        with pytest.raises(StorageError, match=r"no room left while writing '.*events\.jsonl' \(File too large\)"):
+            bt.run(tiny(), tmp_path / "run", listeners=[fill_the_disk])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not log.read_bytes().endswith(b"\n")
+    assert read_events(log)[-1]["step"] == 7
     bt.resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 

@@ -11,7 +11,7 @@ needs a forward pass, and from which boundary; where one of them has to compute,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -40,8 +40,16 @@ class CollectivePrefixCache(PrefixCache):
         encoding: Encoding,
         make_store: MakeStore,
         boundaries: Sequence[int] | None = None,
+        block_boundaries: Iterable[int] = (),
     ):
-        super().__init__(runner, num_slots=num_slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
+        super().__init__(
+            runner,
+            num_slots=num_slots,
+            encoding=encoding,
+            make_store=make_store,
+            boundaries=boundaries,
+            block_boundaries=block_boundaries,
+        )
         self._all_gather = all_gather
         self._error: StorageError | None = None  # of this rank, not yet reported to the others
 

@@ -29,7 +29,7 @@ from blocktrain.chain.chain import Chain, Layer
 from blocktrain.errors import storage_errors
 from blocktrain.modules.placeholder import backing_tensors
 
-CODE_VERSION = 1  # to be raised when the code would store other bytes under the same key
+CODE_VERSION = 2  # to be raised when the code would store other bytes under the same key
 _SLOT = np.dtype([("boundary", np.int32), ("crc", np.uint32)])
 
 Key = Mapping[str, object]  # plain JSON values: what the rows in the slots are

@@ -54,8 +54,9 @@ class EventLog:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; appending afterwards is an error."""
-        self._file.close()
+        """Close the file; appending afterwards is an error. Tries once more to write what did not fit."""
+        with storage_errors(self.path):
+            self._file.close()
 
 
 class NoLog:

@@ -55,7 +55,14 @@ def new_cache(
         return [int(value) for (value,) in ranks.all_gather([number])]
 
     kind = partial(CollectivePrefixCache, all_gather=all_gather) if is_sharded(context.config, ranks) else PrefixCache
-    return kind(runner, num_slots=slots, encoding=encoding, make_store=make_store, boundaries=boundaries)
+    return kind(
+        runner,
+        num_slots=slots,
+        encoding=encoding,
+        make_store=make_store,
+        boundaries=boundaries,
+        block_boundaries=[block.boundary for block in context.partition],
+    )
 
 
 def room_for_checkpoints(context: TrainingContext) -> int:
@@ -83,10 +90,10 @@ def fill_ahead(context: TrainingContext, cache: PrefixCache, visit: Visit) -> No
     """Compute every row of a visit before its first step, in batches of `fill_rows` and no gradients."""
     subset, count = context.rows.subset(visit=visit.index, sweep=visit.sweep), context.config.prefix.fill_rows
     for start in range(0, context.rows.num_slots, context.rows.stored_rows):  # one variant after another
-        missing = cache.missing(np.arange(start, start + context.rows.stored_rows))
-        for at in range(0, len(missing), count):
-            rows = context.rows.slot_rows(missing[at : at + count], subset=subset)
-            cache.fill(rows.slots, batch_of(context, rows))
+        for at in range(start, end := start + context.rows.stored_rows, count):
+            slots = np.arange(at, min(at + count, end))  # as a batch the same rows, whichever of them are missing
+            if len(cache.missing(slots)):
+                cache.fill(slots, batch_of(context, context.rows.slot_rows(slots, subset=subset)))
 
 
 def key_of(context: TrainingContext, visit: Visit) -> Key:
