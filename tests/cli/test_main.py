@@ -171,7 +171,7 @@ BAD = {
         ["--set", "optimizer.name=AdamV"],
         "'AdamV' is neither a class of torch.optim that can train",
     ),
-    "bad option": (["--set", "optimizer.options.beta=3"], "'beta': 3, 'weight_decay': 0.1} refuses these settings"),
+    "bad option": (["--set", "optimizer.options.beta=3"], "[optimizer] AdamW has no 'beta'; did you mean 'betas'?"),
     "duration": (["--set", "schedule.visit=10 bananas"], "schedule.visit: '10 bananas' is not a duration"),
     "order": (["--set", "schedule.order=[0, 7]"], "order names block 7; the partition has blocks 0 to 2"),
     "endless": (["--set", "schedule.sweeps=0"], "sweeps must be at least 1"),

@@ -62,10 +62,11 @@ GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positi
     [
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "no 'num_hidden_layers'"),
         ({"model_type": "bert"}, "'bert' cannot be planned"),
-        ({}, "None cannot be planned"),
+        ({}, "model_type null cannot be planned"),
         ({"model_type": "gpt2", "n_embd": "wide"}, "'n_embd' must be a whole number from 1 to 10,000,000, not 'wide'"),
         ({"model_type": []}, r"model_type \[\] cannot be planned"),
         ({**GPT2, "n_layer": 10**30}, "'n_layer' must be a whole number from 1 to 10,000, not"),
+        ({**GPT2, "n_head": None}, "'n_head' must be a whole number from 1 to 10,000,000, not null"),
         ({**GPT2, "n_head": 5}, "64 values, which 5 heads cannot share evenly"),
         ({**GPT2, "tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false, not 'no'"),
     ],

@@ -8,6 +8,7 @@ meta.json         counts, and which tokenizer
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def tokenize_documents(documents: Iterable[Document], tokenizer: Tokenizer, fold
     )
     with (
         (folder / "tokens.bin").open("wb") as tokens,
-        pa.OSFile(str(folder / "documents.arrow"), "wb") as file,
+        pa.OSFile(os.fsencode(folder / "documents.arrow"), "wb") as file,
         pa.ipc.new_file(file, DOCUMENTS) as table,
     ):
         for batch in _batches(documents):

@@ -199,7 +199,7 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 
     def need(key: str, most: int = MOST) -> int:
         value = values.get(key)
-        if value is None:
+        if key not in values:
             hint = nearest(key, values)
             more = f"; {hint}" if hint.startswith("did") else ""
             raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")
