@@ -166,6 +166,12 @@ def test_a_setting_that_makes_no_model_is_named(settings: dict[str, object], mes
         ("config.json", "attn_pdrop = true", r"it cannot have attn_pdrop = true \(default 0\.1\)$"),
         ("config.json", "attn_pdrop = NaN", r"config\.json has attn_pdrop = nan, which cannot be"),
         ("config.json", "n_head = -1", r"config\.json has n_head = -1, which cannot be \(the default is 12\)"),
+        (
+            "config.json",
+            f"n_layer = {10**30}",
+            r"config\.json has n_layer = 10+; a model may have at most 10,000 layers",
+        ),
+        ("config.json", 'model_type = "\\ud800"', r"model\.path '.*' cannot be loaded: .+"),
         ("generation_config.json", "[1]", r"its generation_config\.json is a list, not an object of settings"),
         ("config.json", "3", r"its config\.json is a number, not an object of settings"),
     ],

@@ -11,7 +11,7 @@ from blocktrain.chain.balance import balanced
 from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
 from blocktrain.plan.presets import MODEL_PRESETS, find_model
-from blocktrain.plan.spec import ModelSpec, from_config, read_config
+from blocktrain.plan.spec import ModelSpec, from_config, has_closed_form, read_config
 from blocktrain.train.verify_plan import meta_model
 
 
@@ -74,6 +74,11 @@ GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positi
 def test_a_config_that_lacks_something_says_what(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_config(values, "config.json")
+
+
+def test_a_model_type_that_is_no_text_has_no_closed_form() -> None:
+    """`blocktrain plan` ended in "unhashable type: 'list'"."""
+    assert not has_closed_form({**GPT2, "model_type": ["gpt2"]})
 
 
 def test_an_unknown_model_names_the_nearest() -> None:

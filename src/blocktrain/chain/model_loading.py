@@ -24,6 +24,8 @@ from blocktrain.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+MOST_LAYERS = 10**4
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -248,13 +250,18 @@ def _require_known(given: dict[str, Any], settings: Any, what: str) -> set[str]:
 
 
 def _require_possible(values: dict[str, Any], settings: Any, place: str) -> None:
-    """Raise `ConfigError` for nan, and for a negative number where that of `settings` is positive: transformers builds
-    a model of -1 layers. (A negative id of a token means that there is none.)"""
+    """Raise `ConfigError` for nan, for a negative number where that of `settings` is positive, and for more layers than
+    any model has: transformers builds a model of -1 layers, and goes on building one of 10^30. (A negative id of a
+    token means that there is none.)"""
+    layers = {"num_hidden_layers", settings.attribute_map.get("num_hidden_layers")}
     for key, value in values.items():
         default = getattr(settings, key, None)
-        if isinstance(value, int | float) and isinstance(default, int | float) and not key.endswith("_token_id"):
-            if math.isnan(value) or value < 0 < default:
-                raise ConfigError(f"{place}{key} = {value}, which cannot be (the default is {default})")
+        if not (isinstance(value, int | float) and isinstance(default, int | float)) or key.endswith("_token_id"):
+            continue
+        if math.isnan(value) or value < 0 < default:
+            raise ConfigError(f"{place}{key} = {value}, which cannot be (the default is {default})")
+        if key in layers and value > MOST_LAYERS:
+            raise ConfigError(f"{place}{key} = {shown(value)}; a model may have at most {MOST_LAYERS:,} layers")
 
 
 def _odd_settings(values: dict[str, Any], architecture: str) -> str:
@@ -262,7 +269,10 @@ def _odd_settings(values: dict[str, Any], architecture: str) -> str:
     architecture's defaults; or else are not positive where the default is, or are another word. "" if there are none.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    if architecture not in CONFIG_MAPPING_NAMES:
+        return ""
     of_another_type, odd = [], []
     for key, default in AutoConfig.for_model(architecture).to_dict().items():
         value = values.get(key, default)

@@ -188,7 +188,8 @@ class ModelSpec:
 def has_closed_form(values: Mapping[str, Any]) -> bool:
     """Whether `from_config` can read a `config.json`; it takes all layers to be alike."""
     dense_layers = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
-    return values.get("model_type") in FAMILIES and not dense_layers
+    kind = values.get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES and not dense_layers
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
