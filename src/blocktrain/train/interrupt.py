@@ -40,9 +40,10 @@ def stop_requests(*, second: Literal["stops", "is the same"] = "stops") -> Itera
     def note(number: int, _frame: object) -> None:
         if request.signal_number is not None and second == "stops" and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and request.signal_number is None and second == "stops":
+        is_first = request.signal_number is None
+        request.signal_number = number  # before the message, during which the next signal may come
+        if is_first and number == signal.SIGINT and second == "stops":
             log.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once, without one")
-        request.signal_number = number
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
