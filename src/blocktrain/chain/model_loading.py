@@ -276,12 +276,13 @@ def _odd_settings(values: dict[str, Any], architecture: str) -> str:
     of_another_type, odd = [], []
     for key, default in AutoConfig.for_model(architecture).to_dict().items():
         value = values.get(key, default)
-        if default is None or key.endswith(("_version", "_token_id", "dtype")):
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if key.endswith(("_version", "_token_id", "dtype")) or (default is None and is_finite):
             continue
         shown_with_default = f"{key} = {shown(value)} (default {shown(default)})"
         is_number = isinstance(default, int | float) and isinstance(value, int | float)
         kind = int | float if isinstance(default, float) else type(default)
-        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+        if not is_finite or not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
             of_another_type.append(shown_with_default)
         elif (is_number and value <= 0 < default) or (isinstance(value, str) and value != default):
             odd.append(shown_with_default)
