@@ -273,7 +273,11 @@ def library_errors(what: str, explain: Callable[[], str] = str) -> Iterator[None
         # Values that the library did not foresee.
         unexpected = TypeError | AttributeError | LookupError | ArithmeticError | RecursionError
         if isinstance(error, unexpected) or isinstance(error.__cause__, unexpected):
-            words = explain() or f"a value in its files or settings is wrong ({first_line(error)})"
+            field = re.match(r"Validation error for field '(\w+)'", str(error))  # of transformers, whose words are long
+            place = (
+                "a value in its files or settings is wrong" if field is None else f"its '{field[1]}' is of a wrong type"
+            )
+            words = explain() or (place if field else f"{place} ({first_line(error)})")
         else:
             words = first_line(error)
         raise ConfigError(f"{what}: {words}") from error

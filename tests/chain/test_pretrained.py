@@ -172,6 +172,8 @@ def test_a_setting_that_makes_no_model_is_named(settings: dict[str, object], mes
             r"config\.json has n_layer = 10+; a model may have at most 10,000 layers",
         ),
         ("config.json", 'model_type = "\\ud800"', r"model\.path '.*' cannot be loaded: .+"),
+        ("config.json", "n_inner = NaN", r"it cannot have n_inner = nan \(default null\)$"),
+        ("config.json", "summary_activation = 0", r"its 'summary_activation' is of a wrong type$"),
         ("generation_config.json", "[1]", r"its generation_config\.json is a list, not an object of settings"),
         ("config.json", "3", r"its config\.json is a number, not an object of settings"),
     ],

@@ -280,11 +280,11 @@ def _odd_settings(values: dict[str, Any], architecture: str) -> str:
         if key.endswith(("_version", "_token_id", "dtype")) or (default is None and is_finite):
             continue
         shown_with_default = f"{key} = {shown(value)} (default {shown(default)})"
-        is_number = isinstance(default, int | float) and isinstance(value, int | float)
         kind = int | float if isinstance(default, float) else type(default)
+        is_low = isinstance(default, int | float) and isinstance(value, int | float) and value <= 0 < default
         if not is_finite or not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
             of_another_type.append(shown_with_default)
-        elif (is_number and value <= 0 < default) or (isinstance(value, str) and value != default):
+        elif is_low or (isinstance(value, str) and value != default):
             odd.append(shown_with_default)
     found = of_another_type or odd
     return f"it cannot have {', '.join(found)}" if found else ""
