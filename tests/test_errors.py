@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from blocktrain import errors
-from blocktrain.errors import BlocktrainError, Interrupted, NonFiniteError, StorageError, nearest, storage_errors
+from blocktrain.errors import (
+    BlocktrainError,
+    Interrupted,
+    NonFiniteError,
+    StorageError,
+    first_line,
+    nearest,
+    storage_errors,
+)
 
 
 def test_a_near_name_is_suggested():
@@ -47,6 +55,22 @@ def test_any_other_failed_write_names_the_file(tmp_path: Path):
 def test_errors_that_are_not_about_storage_pass_through():
     with pytest.raises(ZeroDivisionError), storage_errors("somewhere"):
         _ = 1 / 0
+
+
+def test_a_name_that_a_library_cannot_encode_is_one_message():
+    """An export to a folder whose name is not UTF-8 ended in a traceback of tokenizers."""
+    with pytest.raises(StorageError, match="its name is not UTF-8; choose another"), storage_errors("caf\udce9"):
+        "caf\udce9".encode()
+    with pytest.raises(UnicodeEncodeError), storage_errors("cafe"):
+        "caf\udce9".encode()
+
+
+def test_a_far_fetched_name_is_not_suggested():
+    assert nearest("1e400", ["v100", "h100"]) == "known: h100, v100"
+
+
+def test_a_first_line_that_ends_in_a_colon_goes_on():
+    assert first_line(ValueError("wrong field 'a':\n    it is text.")) == "wrong field 'a': it is text"
 
 
 def test_exit_codes():

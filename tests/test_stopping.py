@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -165,6 +166,8 @@ def test_a_run_ends_when_its_patience_does(losses: list[float], end: str | None)
 
 
 def test_patience_must_be_positive():
+    with pytest.raises(ConfigError, match="target_loss must be a finite number, not -inf"):
+        RunLimit(target_loss=-math.inf)  # the run would never end
     with pytest.raises(ConfigError, match="patience must be at least 1 evaluation, not 0"):
         RunLimit(patience=0)
 

@@ -73,12 +73,14 @@ class Interrupted(BlocktrainError):  # noqa: N818 - it is an event, not a fault
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's error message, or the name of its class where the message is empty.
+    """The first line of another library's error message, with the next if it ends in a colon; or the name of its class
+    where the message is empty.
 
     >>> first_line(OSError("no such file\\nsearched in: ...")), first_line(KeyError())
     ('no such file', 'KeyError')
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {more[0].strip()}" if first.endswith(":") and more else first).rstrip(".")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -91,8 +93,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     lowered = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.7)
     return f"did you mean '{lowered[close[0]]}'?" if close else f"known: {', '.join(names)}"
+
+
+def is_utf8(path: str | Path) -> bool:
+    """Whether the name of a file is UTF-8; on Linux it may be any bytes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in str(path))
 
 
 @contextmanager
@@ -110,6 +117,8 @@ def storage_errors(path: str | Path) -> Iterator[None]:
         failed = error
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             failed = OSError(int(number[1]), os.strerror(int(number[1])))
+        if isinstance(error, UnicodeEncodeError) and not is_utf8(path):  # of a library that takes no other names
+            raise StorageError(f"cannot write '{path}': its name is not UTF-8; choose another name") from error
         if not isinstance(failed, OSError):
             raise
         if failed.errno in NO_ROOM:

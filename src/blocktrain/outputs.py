@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -42,3 +43,11 @@ def write_output(path: Path, text: str) -> None:
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file; nothing happens where there is neither."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import os
 import tomllib
 import unicodedata
 from collections.abc import Callable
+from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +26,18 @@ def parse_json(text: str | bytes, place: str, error: type[BlocktrainError] = Dat
     >>> parse_json("[1, 2", "line 3")
     Traceback (most recent call last):
     ...
-    blocktrain.errors.DataError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
+    blocktrain.errors.DataError: line 3 is not JSON: Expecting ',' delimiter (column 6)
     """
     try:
         return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise error(f"{place} is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as cause:  # also a number of thousands of digits, and bytes that are not UTF-8
+    except json.JSONDecodeError as cause:
+        line = f"line {cause.lineno}, " if "\n" in cause.doc else ""
+        raise error(f"{place} is not JSON: {cause.msg} ({line}column {cause.colno})") from None
+    except UnicodeDecodeError as cause:
+        raise error(f"{place} is not JSON: it is not UTF-8 (byte {cause.start:,})") from None
+    except ValueError as cause:  # a number of thousands of digits
         raise error(f"{place} is not JSON: {cause}") from None
 
 
@@ -63,11 +69,20 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut where it is long.
+    """A value of a JSON or TOML file in a message, cut where it is long.
 
-    >>> print(shown("x"), shown([0] * 1000))
-    'x' [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...
+    >>> print(shown("x"), shown(True), shown(date(1979, 5, 27)), shown({}), shown([0] * 1000))
+    'x' true a date a table [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...
     """
+    match value:
+        case bool():
+            return str(value).lower()
+        case None:
+            return "null"
+        case date() | time():
+            return "a date" if isinstance(value, date) else "a time"
+        case dict():
+            return "a table"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:57]}..."
 

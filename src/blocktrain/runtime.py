@@ -255,8 +255,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str, explain: Callable[[], str] = str) -> Iterator[None]:
     """Turns whatever another library raises inside into a `ConfigError` of one line, which begins with `what`.
+
+    explain: says why the library met a value that it did not expect; called where its own words are Python's. "" where
+        it is not known.
 
     Around calls of libraries that raise errors of any class for wrong input, as transformers does. Our own errors pass,
     and so does a failed allocation.
@@ -268,10 +271,14 @@ def library_errors(what: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if isinstance(
-            error, TypeError | AttributeError | LookupError | ArithmeticError
-        ):  # the library did not expect such a value
-            words = f"a value in its files or settings is wrong ({type(error).__name__}: {first_line(error)})"
+        # Values that the library did not foresee.
+        unexpected = TypeError | AttributeError | LookupError | ArithmeticError | RecursionError
+        if isinstance(error, unexpected) or isinstance(error.__cause__, unexpected):
+            field = re.match(r"Validation error for field '(\w+)'", str(error))  # of transformers, whose words are long
+            place = (
+                "a value in its files or settings is wrong" if field is None else f"its '{field[1]}' is of a wrong type"
+            )
+            words = explain() or (place if field else f"{place} ({first_line(error)})")
         else:
             words = first_line(error)
         raise ConfigError(f"{what}: {words}") from error

@@ -128,6 +128,8 @@ class RunLimit:
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
             raise ConfigError(f"patience must be at least 1 evaluation, not {self.patience}")
+        if self.target_loss is not None and not math.isfinite(self.target_loss):
+            raise ConfigError(f"target_loss must be a finite number, not {self.target_loss}")
         if self.hours is not None and not self.hours > 0:
             raise ConfigError(f"hours must be positive, not {self.hours:g}")
 

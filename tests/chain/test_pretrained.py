@@ -146,6 +146,50 @@ def test_a_damaged_configuration_is_an_error(saved: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_embd": 0}, r"makes no 'gpt2': it cannot have n_embd = 0 \(default 768\)$"),
+        ({"n_embd": "x"}, r"makes no 'gpt2': it cannot have n_embd = 'x' \(default 768\)$"),
+        ({"activation_function": "zz"}, r"it cannot have activation_function = 'zz' \(default 'gelu_new'\)$"),
+        ({"n_layer": -1}, r"model\.config\.n_layer = -1, which cannot be \(the default is 12\)"),
+    ],
+)
+def test_a_setting_that_makes_no_model_is_named(settings: dict[str, object], message: str) -> None:
+    """Python's own words were shown, such as "ZeroDivisionError"; a model of -1 layers was trained."""
+    with pytest.raises(ConfigError, match=message):
+        load_model(ModelConfig(architecture="gpt2", config={**SIZES, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "attn_pdrop = true", r"it cannot have attn_pdrop = true \(default 0\.1\)$"),
+        ("config.json", "attn_pdrop = NaN", r"config\.json has attn_pdrop = nan, which cannot be"),
+        ("config.json", "n_head = -1", r"config\.json has n_head = -1, which cannot be \(the default is 12\)"),
+        (
+            "config.json",
+            f"n_layer = {10**30}",
+            r"config\.json has n_layer = 10+; a model may have at most 10,000 layers",
+        ),
+        ("config.json", 'model_type = "\\ud800"', r"model\.path '.*' cannot be loaded: .+"),
+        ("config.json", "n_inner = NaN", r"it cannot have n_inner = nan \(default null\)$"),
+        ("config.json", "summary_activation = 0", r"its 'summary_activation' is of a wrong type$"),
+        ("generation_config.json", "[1]", r"its generation_config\.json is a list, not an object of settings"),
+        ("config.json", "3", r"its config\.json is a number, not an object of settings"),
+    ],
+)
+def test_a_wrong_value_in_a_file_of_the_model_is_named(saved: Path, name: str, content: str, message: str) -> None:
+    """Python's own words were shown, such as "'list' object is not a mapping"; nan failed in the first step."""
+    if " = " in content:
+        key, value = content.split(" = ")
+        values = json.loads((saved / name).read_text())
+        content = json.dumps({**values, key: json.loads(value)})
+    (saved / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_model(ModelConfig(path=str(saved)))
+
+
+@pytest.mark.parametrize(
     "settings",
     [{"n_layer": "two"}, {"n_embd": -1}, {"n_head": 0}, {"activation_function": "no such"}, {"n_layer": None}],
 )

@@ -128,6 +128,34 @@ def test_signals_end_a_real_process_with_their_code(config_file: Path, tmp_path:
     assert list((run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once_and_the_first_says_so(config_file: Path, tmp_path: Path) -> None:
+    """Nothing said that a second one helps. The step is long, so that the second one comes before its end."""
+    run = tmp_path / "run"
+    sizes = ["model.config.n_embd=768", "model.config.n_layer=4", "blocks.count=1", "batch.rows=32"]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "blocktrain", "train", str(config_file), "--out", str(run)),
+            *(part for key in [*sizes, "schedule.visit=100000 steps"] for part in ("--set", key)),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    while not ((run / "events.jsonl").exists() and '"step":1,' in (run / "events.jsonl").read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    while "press Ctrl-C again to stop at once" not in (line := process.stderr.readline()):
+        assert line, "the process has ended without a hint"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "blocktrain: stopped\n"  # and no tracebacks
+    assert not list((run / "checkpoints").glob("step-*"))
+
+
 BAD = {
     "unknown key": (
         ["--set", "optimizer.learning_rate=1"],
@@ -171,7 +199,7 @@ BAD = {
         ["--set", "optimizer.name=AdamV"],
         "'AdamV' is neither a class of torch.optim that can train",
     ),
-    "bad option": (["--set", "optimizer.options.beta=3"], "'beta': 3, 'weight_decay': 0.1} refuses these settings"),
+    "bad option": (["--set", "optimizer.options.beta=3"], "[optimizer] AdamW has no 'beta'; did you mean 'betas'?"),
     "duration": (["--set", "schedule.visit=10 bananas"], "schedule.visit: '10 bananas' is not a duration"),
     "order": (["--set", "schedule.order=[0, 7]"], "order names block 7; the partition has blocks 0 to 2"),
     "endless": (["--set", "schedule.sweeps=0"], "sweeps must be at least 1"),

@@ -112,3 +112,10 @@ def test_a_damaged_folder(tmp_path):
         file.truncate(6)
     with pytest.raises(DataError, match=r"tokens.bin' has 6 bytes, not 14; delete"):
         TokenRows.open(tmp_path / "tokens", row_tokens=4)
+
+
+def test_the_folder_may_have_a_name_that_is_not_utf8(tmp_path):
+    """It ended in a UnicodeEncodeError of Arrow's."""
+    folder = tmp_path / "caf\udce9"
+    tokenize_documents([Document(id="a", text="aaaa")], ByteTokenizer(), folder)
+    assert TokenRows.open(folder, row_tokens=5).documents(0) == [DocumentSlice(document="a", offset=0, start=0, stop=5)]

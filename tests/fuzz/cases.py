@@ -226,7 +226,7 @@ def changed_models(rng: random.Random, saved: Path) -> Iterator[Case]:
             else:
                 data = damaged(data, mine)
             path.write_bytes(data)
-            return train(folder, {"model.path": '"model"'}, without=("model",))
+            return train(folder, {"model.path": '"model"', "text.tokenizer": '"bytes"'}, without=("model",))
 
         yield Case(f"model with another {name}", prepare)
 
@@ -258,7 +258,7 @@ def changed_data(rng: random.Random) -> Iterator[Case]:
             source = folder / f"rows{suffix}"
             source.write_bytes(data)
             changes = {f"{kind}.source": f'"{source.name}"', f"{kind}.cache": '"cache"'}
-            changes |= {"text.row_tokens": "16"} if kind == "text" else {}
+            changes |= {} if kind == "text" else {"model.config.n_positions": "512"}
             return train(folder, changes, without=() if kind == "text" else ("text",))
 
         yield Case(f"{kind} from a changed {suffix} file", prepare)
@@ -568,21 +568,20 @@ def odd_folders(rng: random.Random) -> Iterator[Case]:
 
 def finetuned(rng: random.Random, saved: Path) -> Iterator[Case]:
     """A pretrained model that goes on with conversations or labels; a value of the configuration is odd."""
-    keys = [
-        (table.name, key.name)
-        for table in tables()
-        for key in table.keys
-        if table.name in ("chat", "labelled", "model")
-    ]
+    keys = {table.name: [f"{table.name}.{key.name}" for key in table.keys] for table in tables()}
     while True:
-        kind, (table, key) = rng.choice(["chat", "labelled"]), rng.choice(keys)
-        path, value = f"{table}.{key}", rng.choice([*VALUES, '"model"', '"rows.jsonl"', '["assistant"]', '"messages"'])
+        kind = rng.choice(["chat", "labelled"])
+        path, value = (
+            rng.choice(keys[kind] + keys["model"]),
+            rng.choice([*VALUES, '"model"', '"rows.jsonl"', '["assistant"]', '"messages"']),
+        )
 
         def prepare(folder: Path, kind: str = kind, path: str = path, value: str = value) -> list[str]:
             shutil.copytree(saved, folder / "model")
             rows = (ROWS[:1] if kind == "chat" else ROWS[4:]) * 40
             (folder / "rows.jsonl").write_text("\n".join(json.dumps({**row, "id": i}) for i, row in enumerate(rows)))
             changes = {f"{kind}.source": '"rows.jsonl"', f"{kind}.cache": '"cache"', "model.path": '"model"'}
+            changes |= {f"{kind}.tokenizer": '"bytes"', f"{kind}.row_tokens": "64"}
             return train(folder, {**changes, path: value}, without=("text", "model"))
 
         yield Case(f"fine-tuning on {kind} with {path} = {value[:40]}", prepare)

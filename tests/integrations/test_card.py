@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_the_header_is_the_hubs(run: RunFolder) -> None:
     (result,) = data.eval_results
     assert result.dataset_name == "corpus.txt"
     assert result.metric_value == read_events(run.events)[-1]["loss"]
+
+
+def test_the_name_of_the_run_is_no_markup(run: RunFolder, tmp_path: Path) -> None:
+    """A log can be edited, and a name may hold anything that can be printed."""
+    copy = RunFolder(Path(shutil.copytree(run.path, tmp_path / "run")))
+    header, *rest = read_events(run.events)
+    lines = [{**header, "name": "a <b>[x](y)\n# b"}, *rest]
+    copy.events.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert r"# a &lt;b&gt;\[x\](y)\\n\# b" in card(copy).splitlines()
 
 
 def test_it_tells_no_folders(run: RunFolder) -> None:

@@ -101,8 +101,9 @@ def test_a_hardware_file_is_checked_against_the_form_of_the_packages_own(
 def test_a_damaged_calibration_is_one_message(text: str, tmp_path: Path) -> None:
     path = tmp_path / "this-machine.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="run 'blocktrain calibrate' again"):
+    with pytest.raises(ConfigError, match="run 'blocktrain calibrate' again") as caught:
         load_calibration(path)
+    assert str(caught.value).count(str(path)) == 1  # it was named twice, and quoted within quotes
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan"), "fast"])

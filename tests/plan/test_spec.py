@@ -11,7 +11,7 @@ from blocktrain.chain.balance import balanced
 from blocktrain.errors import ConfigError
 from blocktrain.plan.layout import cut_evenly
 from blocktrain.plan.presets import MODEL_PRESETS, find_model
-from blocktrain.plan.spec import ModelSpec, from_config, read_config
+from blocktrain.plan.spec import ModelSpec, from_config, has_closed_form, read_config
 from blocktrain.train.verify_plan import meta_model
 
 
@@ -62,10 +62,11 @@ GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positi
     [
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, "no 'num_hidden_layers'"),
         ({"model_type": "bert"}, "'bert' cannot be planned"),
-        ({}, "None cannot be planned"),
+        ({}, "model_type null cannot be planned"),
         ({"model_type": "gpt2", "n_embd": "wide"}, "'n_embd' must be a whole number from 1 to 10,000,000, not 'wide'"),
         ({"model_type": []}, r"model_type \[\] cannot be planned"),
         ({**GPT2, "n_layer": 10**30}, "'n_layer' must be a whole number from 1 to 10,000, not"),
+        ({**GPT2, "n_head": None}, "'n_head' must be a whole number from 1 to 10,000,000, not null"),
         ({**GPT2, "n_head": 5}, "64 values, which 5 heads cannot share evenly"),
         ({**GPT2, "tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false, not 'no'"),
     ],
@@ -73,6 +74,11 @@ GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positi
 def test_a_config_that_lacks_something_says_what(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_config(values, "config.json")
+
+
+def test_a_model_type_that_is_no_text_has_no_closed_form() -> None:
+    """`blocktrain plan` ended in "unhashable type: 'list'"."""
+    assert not has_closed_form({**GPT2, "model_type": ["gpt2"]})
 
 
 def test_an_unknown_model_names_the_nearest() -> None:

@@ -46,3 +46,10 @@ def test_time_is_told_in_the_unit_that_suits_it(seconds: float, unit: str):
     made, size = time_axis(seconds)
     assert made.label == f"wall time, {unit}"
     assert made.high * size == pytest.approx(max(seconds, 1e-3))
+
+
+def test_a_place_far_outside_is_finite():
+    """An edited log has such numbers; drawing them ended in an OverflowError."""
+    small = axis("tokens", 0.0, 1e-3)
+    assert (small.at(1e308), small.at(-1e308)) == (2.0, -1.0)
+    assert math.isfinite(axis("loss", -1.5e308, 1.5e308).at(1.0))

@@ -170,7 +170,15 @@ def test_a_record_without_a_needed_field_names_it(make_run: MakeRun):
     folder = make_run(sweeps=1, steps=2, every=2)
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"loss":', '"lost":'))
-    with pytest.raises(DataError, match=r"a 'evaluation' record without 'loss'"):
+    with pytest.raises(DataError, match=r"cannot read: a 'evaluation' record without 'loss'"):
+        RunRecord.load(folder)
+
+
+def test_a_field_of_another_type_is_named(make_run: MakeRun):
+    folder = make_run(sweeps=1, steps=2, every=2)
+    path = folder / "events.jsonl"
+    path.write_text(path.read_text().replace('"loss":', '"loss": null, "lost":'))
+    with pytest.raises(DataError, match=r"cannot read: 'loss' is null, not a number"):
         RunRecord.load(folder)
 
 

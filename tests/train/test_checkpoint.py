@@ -108,6 +108,14 @@ def test_a_half_written_checkpoint_is_never_seen(tiny, tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == [written]
 
 
+def test_a_file_under_the_name_of_a_checkpoint_is_no_hindrance(tiny, tmp_path: Path) -> None:
+    """It was taken for a folder, and no checkpoint could be written. A file with another name is not ours."""
+    for name in (".step-x", ".step-00000005.partial", "step-00000006", ".step-00000007.partial"):
+        (tmp_path / name).write_text("x")
+    written = save(build(tiny(), tmp_path), tmp_path, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-x", written.name]
+
+
 @pytest.mark.parametrize("override", ["model.config.n_embd=32", "blocks.count=2", "model.config.n_layer=5"])
 def test_another_model_is_refused(tiny, finished: Path, tmp_path: Path, override: str) -> None:
     context = build(tiny(override), tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import safetensors.torch
@@ -18,8 +20,9 @@ from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.cli.main import main
 from blocktrain.data.facts import DataFacts
 from blocktrain.data.text import TextConfig
-from blocktrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from blocktrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
 from blocktrain.optim.precision import join
+from blocktrain.train import export as export_module
 from blocktrain.train.checkpoint import checkpoints, load_checkpoint, read_header
 from blocktrain.train.context import build
 from blocktrain.train.export import ExportDtype, export
@@ -278,6 +281,26 @@ def test_the_best_checkpoint_is_kept_and_exported(tiny, tmp_path: Path, capsys: 
         assert torch.equal(exported[str(best)][name], weight)
     assert any(not torch.equal(exported["newest"][name], weight) for name, weight in saved.items())
     assert f"{scores[best]:.4f}" in (tmp_path / "best" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("what", ["_save_model", "card"])
+def test_on_a_full_disk_nothing_is_left(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Literal["_save_model", "card"]
+) -> None:
+    """At the weights, and at the model card, which is written last. A file under the temporary name is no hindrance."""
+    run = bt.run(tiny("stop.duration=2 steps"), tmp_path / "run")
+    before = sorted(tmp_path.iterdir())
+
+    def fill(*parts: Any) -> None:
+        (parts[-1] / "half").write_text("x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if what == "_save_model":
+        monkeypatch.setattr(export_module, "_save_model", fill)
+    (tmp_path / ".model.partial").write_text("x")
+    with pytest.raises(StorageError, match=r"no room left while writing '.*model'"):
+        export(run, tmp_path / "model", also=fill)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_checkpoint_that_is_not_there(tiny, tmp_path: Path) -> None:

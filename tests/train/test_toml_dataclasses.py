@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,9 +70,15 @@ def test_values_arrive_with_their_types():
         ({"spare": {"power": "much"}}, r"spare\.power must be a number, not 'much'"),
         ({"seats": "4"}, "seats must be a whole number, not '4'"),
         ({"seats": 4.0}, r"seats must be a whole number, not 4\.0"),
-        ({"seats": True}, "seats must be a whole number, not True"),
+        ({"seats": True}, "seats must be a whole number, not true"),
         ({"electric": 1}, "electric must be true or false, not 1"),
-        ({"engine": {"power": True}}, r"engine\.power must be a number, not True"),
+        ({"engine": {"power": True}}, r"engine\.power must be a number, not true"),
+        ({"seats": math.nan}, "seats must be a whole number, not nan"),
+        ({"engine": math.nan}, r"engine is a table: write \[engine\], not nan"),
+        ({"engine": "nul\0"}, r"engine is a table: write \[engine\], not 'nul"),
+        ({"engine": {"power": math.nan}}, r"engine\.power is nan; give a number"),
+        ({"name": {"a": 1}}, "name must be text, not a table"),
+        ({"name": date(1979, 5, 27)}, "name must be text, not a date"),
         ({"name": 4}, "name must be text, not 4"),
         ({"price": "7"}, "price must be a number, not '7'"),
         ({"service": 100}, r"service: 100 is not a duration; write for example '100 steps' or '2M tokens'"),
@@ -188,7 +196,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"bad\.toml' is not TOML: .*line 1"):
         read_toml(tmp_path / "bad.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
-    with pytest.raises(ConfigError, match=r"latin\.toml' cannot be read: "):
+    with pytest.raises(ConfigError, match=r"latin\.toml' is not UTF-8 \(byte 8\)"):
         read_toml(tmp_path / "latin.toml")
 
 

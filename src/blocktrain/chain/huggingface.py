@@ -301,7 +301,7 @@ def _observe(model: nn.Module) -> _Pass:
     except Exception as error:  # whatever the model raises, the user needs to know that it was this pass
         raise PartitionError(
             f"the layers of {type(model).__name__} cannot be found: its forward pass over {what} failed "
-            f"({type(error).__name__}: {first_line(error)}); name them in forward order: layers={{...}}"
+            f"({first_line(error)}); name them in forward order: layers={{...}}"
         ) from error
 
 

@@ -4,6 +4,7 @@ name, or a CIFAR ResNet. Remote code is never run."""
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,10 +18,13 @@ from torch import nn
 from blocktrain.chain.pretrained import load_pretrained
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.parse import json_kind, parse_json, shown
 from blocktrain.runtime import available_memory_bytes, is_hub_silent, library_errors, may_be_on_hub
 from blocktrain.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+MOST_LAYERS = 10**4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,12 @@ class ModelConfig:
     grown_layers: Literal["drawn", "copied"] = "drawn"
 
     def __post_init__(self) -> None:
-        if (self.architecture is None) == (self.path is None):
+        if self.architecture is None and self.path is None:
             raise ConfigError("give either architecture = '...' or path = '...'")
+        if self.architecture is not None and self.path is not None:
+            raise ConfigError(
+                f"architecture = '{self.architecture}' and path = '{self.path}' are both given; leave one out"
+            )
         if self.zero_residuals and self.path is not None and self.weights == "pretrained":
             raise ConfigError(
                 f"zero_residuals = true would throw away what the weights at '{self.path}' have learned; leave it out, "
@@ -160,7 +168,7 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         settings = _architecture_settings(config.architecture, config.config, vocab_size)
         settings.update(head)
         _set_attention(settings, config.attention)
-        return _of_architecture(cls, settings, config.architecture)
+        return _of_architecture(cls, settings, config.architecture, config.config)
     path, folder = str(config.path), Path(str(config.path)).expanduser()
     if folder.is_dir():
         path = str(folder)
@@ -177,10 +185,11 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
         setattr(settings, key, value)
     _set_attention(settings, config.attention)
     if config.weights == "random":
-        return _of_architecture(cls, settings, path)
+        return _of_architecture(cls, settings, path, config.config)
     _require_class(cls, settings, path)
     _require_memory(cls, settings, path)
-    return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
+    with library_errors(f"model.path '{path}' cannot be loaded", lambda: _odd_saved_settings(path, config.config)):
+        return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
 
 
 def _set_attention(settings: Any, attention: str | None) -> None:
@@ -188,12 +197,12 @@ def _set_attention(settings: Any, attention: str | None) -> None:
         settings._attn_implementation = attention
 
 
-def _of_architecture(cls: Any, settings: Any, name: str) -> nn.Module:
+def _of_architecture(cls: Any, settings: Any, name: str, given: dict[str, Any]) -> nn.Module:
     """A model with random weights, and with the attention that transformers chooses: sdpa, or the architecture's own
-    where that changes the scores (Gemma 2 caps them, BLOOM adds ALiBi)."""
+    where that changes the scores (Gemma 2 caps them, BLOOM adds ALiBi). given: the settings that are not defaults."""
     _require_class(cls, settings, name)
     _require_memory(cls, settings, name)
-    with library_errors(f"[model.config] makes no '{name}'"):  # its settings contradict each other
+    with library_errors(f"[model.config] makes no '{name}'", lambda: _odd_settings(given, settings.model_type)):
         return cls.from_config(settings).float()
 
 
@@ -222,10 +231,11 @@ def _saved_settings(path: str, given: dict[str, Any]) -> Any:
     """The configuration at `path`, with the settings `given` in place of its own."""
     from transformers import AutoConfig
 
-    with library_errors(f"model.path '{path}' cannot be loaded"):
+    with library_errors(f"model.path '{path}' cannot be loaded", lambda: _odd_saved_settings(path, given)):
         is_local = Path(path).is_dir() or is_hub_silent(path)
         settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=is_local)
         _require_known(given, settings, f"model.path '{path}'")
+        _require_possible(settings.to_dict(), type(settings)(), f"model.path '{path}': its config.json has ")
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **given) if given else settings
 
 
@@ -235,7 +245,59 @@ def _require_known(given: dict[str, Any], settings: Any, what: str) -> set[str]:
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown key 'model.config.{key}' for {what}; {nearest(key, known)}")
+    _require_possible(given, settings, "model.config.")
     return known
+
+
+def _require_possible(values: dict[str, Any], settings: Any, place: str) -> None:
+    """Raise `ConfigError` for nan, for a negative number where that of `settings` is positive, and for more layers than
+    any model has: transformers builds a model of -1 layers, and goes on building one of 10^30. (A negative id of a
+    token means that there is none.)"""
+    layers = {"num_hidden_layers", settings.attribute_map.get("num_hidden_layers")}
+    for key, value in values.items():
+        default = getattr(settings, key, None)
+        if not (isinstance(value, int | float) and isinstance(default, int | float)) or key.endswith("_token_id"):
+            continue
+        if math.isnan(value) or value < 0 < default:
+            raise ConfigError(f"{place}{key} = {value}, which cannot be (the default is {default})")
+        if key in layers and value > MOST_LAYERS:
+            raise ConfigError(f"{place}{key} = {shown(value)}; a model may have at most {MOST_LAYERS:,} layers")
+
+
+def _odd_settings(values: dict[str, Any], architecture: str) -> str:
+    """Names those of `values` that may be why transformers cannot build a model: they are of another type than the
+    architecture's defaults; or else are not positive where the default is, or are another word. "" if there are none.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if architecture not in CONFIG_MAPPING_NAMES:
+        return ""
+    of_another_type, odd = [], []
+    for key, default in AutoConfig.for_model(architecture).to_dict().items():
+        value = values.get(key, default)
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if key.endswith(("_version", "_token_id", "dtype")) or (default is None and is_finite):
+            continue
+        shown_with_default = f"{key} = {shown(value)} (default {shown(default)})"
+        kind = int | float if isinstance(default, float) else type(default)
+        is_low = isinstance(default, int | float) and isinstance(value, int | float) and value <= 0 < default
+        if not is_finite or not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+            of_another_type.append(shown_with_default)
+        elif is_low or (isinstance(value, str) and value != default):
+            odd.append(shown_with_default)
+    found = of_another_type or odd
+    return f"it cannot have {', '.join(found)}" if found else ""
+
+
+def _odd_saved_settings(path: str, given: dict[str, Any]) -> str:
+    """The same for the configuration in the folder `path`, with the settings `given` in place of its own."""
+    values: dict[str, Any] = {}
+    for file in sorted(Path(path).glob("*config.json"), reverse=True):  # config.json is the last
+        values = parse_json(file.read_bytes(), f"'{file}'", ConfigError)
+        if not isinstance(values, dict):
+            return f"its {file.name} is {json_kind(values)}, not an object of settings"
+    return _odd_settings({**values, **given}, str(values["model_type"])) if "model_type" in values else ""
 
 
 def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | None) -> Any:
@@ -257,5 +319,5 @@ def _architecture_settings(name: str, given: dict[str, Any], vocab_size: int | N
         token = getattr(default, key, None)
         if isinstance(token, int) and key not in settings and token >= settings.get("vocab_size", token + 1):
             settings[key] = None
-    with library_errors(f"[model.config] makes no '{name}'"):
+    with library_errors(f"[model.config] makes no '{name}'", lambda: _odd_settings(given, name)):
         return AutoConfig.for_model(name, **settings)

@@ -35,10 +35,11 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
     has_new_head: the model classifies, so the parameters of its head may be missing at `path`.
     ignored: patterns (`*` and `?`) of tensors at `path` that the model has no place for and that may be left out.
 
-    Raises `ConfigError` if weights are missing, damaged, of another shape, or have no place in the model.
+    Raises `ConfigError` if weights are missing, damaged, of another shape, or have no place in the model; other errors
+    of transformers pass.
     """
     _refuse_quantized(path, settings)
-    with library_errors(f"model.path '{path}' cannot be loaded"), _quiet_transformers():
+    with _quiet_transformers():
         try:
             model, found = cls.from_pretrained(
                 path,

@@ -79,8 +79,10 @@ class ChatTemplate:
         if path is not None:
             try:
                 self._pretrained.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"template '{path}' cannot be read: {error}") from None
+            except OSError as error:
+                raise ConfigError(f"template '{path}' cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"template '{path}' is not UTF-8 (byte {error.start:,}); save it as UTF-8") from None
         elif self._pretrained.chat_template is None:
             self._pretrained.chat_template = DEFAULT
         # A tokenizer may have a second template, which `transformers` takes where a conversation has tools.

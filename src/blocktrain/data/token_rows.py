@@ -9,6 +9,7 @@ A row may contain the end of one document and the beginning of the next; `docume
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,7 +119,7 @@ class TokenRows:
     @cached_property
     def _table(self) -> pa.Table:
         """Memory-mapped too: an id takes no memory until it is read."""
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / "documents.arrow"))).read_all()
+        return pa.ipc.open_file(pa.memory_map(os.fsencode(self.folder / "documents.arrow"))).read_all()
 
     @cached_property
     def _starts(self) -> np.ndarray:

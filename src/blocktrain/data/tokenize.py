@@ -8,6 +8,7 @@ meta.json         counts, and which tokenizer
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -70,7 +71,7 @@ def tokenize_documents(
     with (
         _progress() as progress,
         (folder / "tokens.bin").open("wb") as tokens,
-        pa.OSFile(str(folder / "documents.arrow"), "wb") as file,
+        pa.OSFile(os.fsencode(folder / "documents.arrow"), "wb") as file,
         pa.ipc.new_file(file, DOCUMENTS) as table,
     ):
         task = progress.add_task(f"tokenizing {folder.name} text", total=None)

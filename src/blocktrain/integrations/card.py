@@ -6,6 +6,7 @@ well. The card states nothing that the run did not measure, and of local paths o
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 
 from blocktrain.chain.resnet import ResNet
 from blocktrain.data.facts import DataFacts
+from blocktrain.parse import printable
 from blocktrain.records.run_records import Evaluation
 from blocktrain.report.format import flops_text
 from blocktrain.report.run import RunRecord
@@ -73,8 +75,8 @@ def card(folder: RunFolder, checkpoint: str = "newest") -> str:
     places = {name: _last_part(value) for name, value in values.items() if isinstance(value, str)}
     return CARD.format(
         header=_header(run, config, facts, evaluation).to_yaml(),
-        name=run.header.name,
-        model=run.header.model,
+        name=_plain(run.header.name),
+        model=_plain(run.header.model),
         parameters=format_count(run.header.parameters),
         how=_how(run),
         figures="\n".join(f"| {name} | {value} |" for name, value in _figures(run, step, evaluation)),
@@ -119,6 +121,11 @@ def _header(run: RunRecord, config: RunConfig, facts: DataFacts, found: Evaluati
         ]
         or None,
     )
+
+
+def _plain(text: str) -> str:
+    """`text` on one line of Markdown, where it is neither markup nor a tag."""
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(printable(text), quote=False))
 
 
 def _is_on_hub(name: str) -> bool:

@@ -184,15 +184,36 @@ def find_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def require_options(
     name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Raises `ConfigError` for options that `cls`, called `name`, refuses when it is made or at a step on `device`."""
+    """Raises `ConfigError` for options that `cls`, called `name`, does not have, that are of another type than its
+    defaults, or that it refuses when it is made or at a step on `device`."""
     parameters = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key, value in options.items():
-        if key in parameters and "bool" in str(parameters[key].annotation) and not isinstance(value, bool):
-            raise ConfigError(f"optimizer.options.{key} must be true or false, not {shown(value)}")
-    with library_errors(f"[optimizer] {name} with {shown(dict(options))} refuses these settings"):
+        if key in parameters:
+            _require_type(f"optimizer.options.{key}", value, parameters[key])
+        elif not takes_any:
+            raise ConfigError(f"[optimizer] {name} has no '{key}'; {nearest(key, parameters.keys() - {'params'})}")
+    given = ", ".join(f"{key} = {shown(value)}" for key, value in options.items())
+    with library_errors(f"[optimizer] {name} with {given} refuses these settings"):
         weight = nn.Parameter(torch.zeros(1, 1, device=device))
         weight.grad = torch.zeros_like(weight)
         cls([weight], **options).step()
+
+
+def _require_type(place: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Raise `ConfigError` for a value of another type than the parameter's default."""
+    default = parameter.default
+    if isinstance(default, tuple):
+        is_right = isinstance(value, list | tuple) and len(value) == len(default)
+        what = f"a list of {len(default)} numbers, such as {list(default)}"
+    elif "bool" in str(parameter.annotation):
+        is_right, what = isinstance(value, bool), "true or false"
+    elif isinstance(default, int | float):
+        is_right, what = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    else:
+        return
+    if not is_right:
+        raise ConfigError(f"{place} must be {what}, not {shown(value)}")
 
 
 def hidden_matrices(partition: Partition) -> set[str]:

@@ -129,7 +129,9 @@ def load_hardware(extra: Path | None = None) -> Hardware:
         except OSError as error:
             raise ConfigError(f"hardware file '{extra}' cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"hardware file '{extra}' is not TOML: {error}") from None
+            raise ConfigError(
+                f"hardware file '{extra}' is not UTF-8 (byte {error.start:,}); save it as UTF-8"
+            ) from None
         try:
             values = _merged(values, given, values)
         except ConfigError as error:
@@ -310,7 +312,7 @@ def load_calibration(path: Path | None = None) -> Calibration:
     """The stored measurements; raises `ConfigError` where there are none."""
     path = path or calibration_file()
     try:
-        values = parse_json(path.read_bytes(), f"'{path}'", ConfigError)
+        values = parse_json(path.read_bytes(), "it", ConfigError)
         found = decode(Calibration, values if isinstance(values, dict) else {})
         for name, rate in {**vars(found.rates), "memory_bytes_total": found.memory_bytes_total}.items():
             numbers = rate.values() if isinstance(rate, Mapping) else [] if rate is None else [rate]
@@ -321,5 +323,5 @@ def load_calibration(path: Path | None = None) -> Calibration:
         raise ConfigError(
             f"this machine has not been measured yet: run 'blocktrain calibrate' ('{path}' is missing)"
         ) from None
-    except (OSError, ConfigError, ValueError, KeyError) as error:
+    except (OSError, ConfigError, ValueError) as error:
         raise ConfigError(f"'{path}' cannot be read ({first_line(error)}); run 'blocktrain calibrate' again") from None

@@ -188,7 +188,8 @@ class ModelSpec:
 def has_closed_form(values: Mapping[str, Any]) -> bool:
     """Whether `from_config` can read a `config.json`; it takes all layers to be alike."""
     dense_layers = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
-    return values.get("model_type") in FAMILIES and not dense_layers
+    kind = values.get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES and not dense_layers
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
@@ -199,7 +200,7 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelSpec:
 
     def need(key: str, most: int = MOST) -> int:
         value = values.get(key)
-        if value is None:
+        if key not in values:
             hint = nearest(key, values)
             more = f"; {hint}" if hint.startswith("did") else ""
             raise ConfigError(f"{name} has no '{key}', so its size is unknown{more}")

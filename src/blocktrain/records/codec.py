@@ -37,14 +37,14 @@ def decode(cls: type[D], values: Mapping[str, Any]) -> D:
 
     Unknown keys are ignored, and a missing key takes the field's default.
 
-    Raises `KeyError` for a missing field without a default, `TypeError` or `ValueError` for a value of another type.
+    Raises `ValueError` for a missing field without a default, `TypeError` or `ValueError` for a value of another type.
     """
     hints, found = _hints(cls), {}
     for item in dataclasses.fields(cls):
         if item.name in values:
-            found[item.name] = _typed(hints[item.name], values[item.name])
+            found[item.name] = _typed(hints[item.name], values[item.name], item.name)
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise KeyError(f"a '{getattr(cls, 'kind', cls.__name__)}' record without '{item.name}'")
+            raise ValueError(f"a '{getattr(cls, 'kind', cls.__name__)}' record without '{item.name}'")
     return cls(**found)
 
 
@@ -59,33 +59,34 @@ def _plain(value: Any) -> Any:
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def _typed(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         kinds = [kind for kind in arguments if kind is not type(None)]
         return _typed(
-            next((kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)), kinds[0]), value
+            next((kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)), kinds[0]), value, name
         )
     if origin is tuple:
-        _require(isinstance(value, list | tuple), value, "a list")
-        return tuple(_typed(arguments[0], item) for item in value)
+        _require(isinstance(value, list | tuple), name, value, "a list")
+        return tuple(_typed(arguments[0], item, name) for item in value)
     if origin is not None and issubclass(origin, Mapping):
-        _require(isinstance(value, Mapping), value, "an object")
-        return {arguments[0](key): _typed(arguments[1], item) for key, item in value.items()}
+        _require(isinstance(value, Mapping), name, value, "an object")
+        return {arguments[0](key): _typed(arguments[1], item, name) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        _require(isinstance(value, Mapping), value, "an object")
+        _require(isinstance(value, Mapping), name, value, "an object")
         return decode(typing.cast(type, hint), value)
     if hint in (int, float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_allowed = value in ("nan", "inf", "-inf") if isinstance(value, str) else is_number  # JSON has no nan
-        _require(is_allowed and (hint is float or math.isfinite(float(value))), value, "a number")
+        is_allowed = is_allowed and (hint is float or math.isfinite(float(value)))
+        _require(is_allowed, name, value, "a number" if hint is float else "a finite number")
     elif hint in (str, bool):
-        _require(isinstance(value, hint), value, "text" if hint is str else "true or false")
+        _require(isinstance(value, hint), name, value, "text" if hint is str else "true or false")
     return value if hint is Any else hint(value)
 
 
-def _require(is_right: bool, value: Any, expected: str) -> None:
+def _require(is_right: bool, name: str, value: Any, expected: str) -> None:
     if not is_right:
-        raise ValueError(f"it has {json_kind(value)} in place of {expected}")
+        raise ValueError(f"'{name}' is {json_kind(value)}, not {expected}")

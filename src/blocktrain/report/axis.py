@@ -25,8 +25,9 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
     def at(self, value: float) -> float:
-        """The place of `value` along the axis: 0 at the low end, 1 at the high end."""
-        return (value - self.low) / (self.high - self.low)
+        """The place of `value` along the axis: 0 at the low end, 1 at the high end. Far outside is as invisible as just
+        outside, so the place is from -1 to 2."""
+        return min(max((value - self.low) / (self.high - self.low), -1.0), 2.0)
 
 
 def tick_values(low: float, high: float, count: int) -> list[float]:
@@ -44,7 +45,7 @@ def tick_values(low: float, high: float, count: int) -> list[float]:
 
 def axis(label: str, low: float, high: float, *, count: int = 8, text: Callable[[float], str] | None = None) -> Axis:
     """An axis from `low` to `high`; without `text`, ticks have as many decimals as tell them apart."""
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if not math.isfinite(high - low):
         low, high = 0.0, 1.0
     if high <= low:  # a single step or a constant: any range around it will do
         spread = abs(low) * 0.1 or 1.0

@@ -184,8 +184,7 @@ def _path(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:
     path, piece = "", []
     for px, py in [*points, (math.nan, math.nan)]:
         if math.isfinite(px) and math.isfinite(py):
-            # Far outside the frame is as invisible as just outside, and keeps the numbers small.
-            piece.append((round(x.at(px) * WIDE), round(min(max(1 - y.at(py), -1), 2) * HIGH)))
+            piece.append((round(x.at(px) * WIDE), round((1 - y.at(py)) * HIGH)))
         elif len(piece) == 1:
             path += f"M{min(max(piece[0][0] - 5, 0), WIDE - 10)},{piece[0][1]} h10"
             piece = []

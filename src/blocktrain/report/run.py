@@ -64,7 +64,7 @@ class RunRecord:
         try:
             records = [from_event(event) for event in read_events(path) if isinstance(event, dict)]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            words = str(error) if isinstance(error, KeyError | ValueError) else "a value is of another kind"
+            words = str(error) if isinstance(error, ValueError) else "a value is missing or of another kind"
             raise DataError(f"'{path}' holds a record this version cannot read: {words}") from error
 
         def every(kind: type[R]) -> list[R]:

@@ -36,6 +36,7 @@ from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.master import LowBits
 from blocktrain.optim.precision import Precision, join, split
 from blocktrain.optim.state_store import BlockState, decode_state, encode_state
+from blocktrain.outputs import remove
 from blocktrain.parse import parse_json
 from blocktrain.stopping import RuleState
 
@@ -73,6 +74,7 @@ class TrainerState:
 FORMAT = 2
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.step-\d{8,}\.(partial|old)")  # by a killed process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +215,8 @@ def save_checkpoint(
     temporary = folder / f".{target.name}.partial"
     with storage_errors(target):
         for path in folder.glob("*step-*"):  # what killed processes left half-written or half-deleted
-            if path.name.startswith(".") or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
-                shutil.rmtree(path)
+            if _LEFT.fullmatch(path.name) or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+                remove(path)
         temporary.mkdir(parents=True)
         try:
             contents = {

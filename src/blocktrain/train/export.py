@@ -18,6 +18,7 @@ from blocktrain.chain.pretrained import saved_dtype
 from blocktrain.chain.resnet import ResNet
 from blocktrain.data.facts import DataFacts
 from blocktrain.errors import CheckpointError, ConfigError, NonFiniteError, storage_errors
+from blocktrain.outputs import remove
 from blocktrain.train.checkpoint import TrainerState, find_checkpoint, load_exact_weights, read_header
 from blocktrain.train.context import load_model_for
 from blocktrain.train.run_folder import RunFolder
@@ -72,7 +73,7 @@ def export(
     _round(model, _default_dtype(config.model) if dtype is None else DTYPES[dtype])
     temporary = out.with_name(f".{out.name}.partial")
     with storage_errors(out):
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         temporary.mkdir(parents=True)
         try:
             _save_model(model, config.model, temporary)

@@ -6,12 +6,15 @@ passes a signal on to processes that have had it already, and after 30 s kills t
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,7 +40,10 @@ def stop_requests(*, second: Literal["stops", "is the same"] = "stops") -> Itera
     def note(number: int, _frame: object) -> None:
         if request.signal_number is not None and second == "stops" and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        request.signal_number = number
+        is_first = request.signal_number is None
+        request.signal_number = number  # before the message, during which the next signal may come
+        if is_first and number == signal.SIGINT and second == "stops":
+            log.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once, without one")
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -117,7 +117,7 @@ class RunFolder:
         """Keep a second process from training into the same folder; the lock goes with the process."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+            handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, mode=0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # held by another process, or a file system without locks

@@ -92,9 +92,10 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         values = parse_toml(path.read_text(encoding="utf-8"), f"configuration '{path}'")
     except FileNotFoundError:
         raise ConfigError(f"configuration '{path}' does not exist") from None
-    except (OSError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"configuration '{path}' cannot be read: {words}") from None
+    except OSError as error:
+        raise ConfigError(f"configuration '{path}' cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration '{path}' is not UTF-8 (byte {error.start:,}); save it as UTF-8") from None
     return override(values, overrides)
 
 
@@ -121,7 +122,6 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
     """`value`, which stands at the dotted key `where`, as a `kind`."""
-    _refuse_odd(value, where)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
@@ -150,10 +150,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         _require_table(value, where)
         kind_of_item = arguments[1] if arguments else Any
         return {key: _convert(kind_of_item, item, _join(where, key)) for key, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is Any or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        return value
+    is_of_kind = kind is Any or isinstance(value, int | float if kind is float else kind)
+    if is_of_kind and (kind in (bool, Any) or not isinstance(value, bool)):
+        _refuse_odd(value, where)
+        return float(value) if kind is float else value
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     raise ConfigError(f"{where} must be {names.get(kind, kind)}, not {shown(value)}")
 
@@ -161,7 +161,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 def _refuse_odd(value: Any, where: str) -> None:
     """Raise `ConfigError` for a value that no key can take."""
     if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{where} must be a number, not nan")
+        raise ConfigError(f"{where} is nan; give a number")
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{where} must be at most {LARGEST:,}, not a number of {len(str(abs(value)))} digits")
     if isinstance(value, str) and any(ord(letter) < ord(" ") and letter not in "\n\r\t" for letter in value):
