@@ -3,15 +3,14 @@
 A frozen weight W (out, in) = diag(s) C does not change during a visit, so it is quantized once: codes C in int8, one
 fp32 scale s for each output channel. What it is multiplied with is quantized in each call, one scale for each row:
 
-    forward               y = x W^T      x   = diag(a) Q       y  = diag(a) (Q C^T) diag(s)
-    activation gradient   dx = g W       g s = diag(b) P       dx = diag(b) (P C)
+    forward               y = x W^T      x   = diag(a) (Q + R / 254)       y  = diag(a) (Q C^T + R C^T / 254) diag(s)
+    activation gradient   dx = g W       g s = diag(b) P                   dx = diag(b) (P C)
+
+Inputs have outliers, which leave few of 8 bits for the rest of their row, so R holds what rounding to Q has lost: 16
+bits for two products. Gradients have none worth that (measured: docs/decisions/0022-frozen-compute.md).
 
 Products of codes are summed exactly in int32, and a row's scale depends on that row alone. So a row has the same result
 in any batch, and prefixes that were stored in another batch are the same bit for bit.
-
-A narrowing layer (in > out: the down projection of an MLP) gets inputs with outliers, which leave few codes for the
-rest of their row. Its inputs have a second term, the rounding error of the first in steps of 1/254, which makes them 16
-bits wide for twice the work.
 
 A NaN or an infinity makes its row's scale, and with it the row's whole result, non-finite.
 """
@@ -40,7 +39,7 @@ FrozenCompute = Literal["exact", "int8"]
 WIDEST = 2**31 // 127**2  # products of codes that int32 can sum
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # cuBLAS wants more than 16 rows, and widths that are multiples of 8
 _SMALLEST = 1e-30  # of a scale: its reciprocal must be finite
-_SECOND = 254  # steps of the second term in one step of the first
+_FINER = 254  # steps of R in one step of Q, whose rounding error is at most half a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +73,16 @@ class Int8Weight:
 
     def forward(self, rows: Tensor) -> Tensor:
         """(rows, in) -> (rows, out) in the same dtype."""
-        two_terms = self.codes.shape[1] > self.codes.shape[0]
-        return _product(rows, self.codes.t(), two_terms=two_terms).mul_(self.scales).to(rows.dtype)
+        coarse, scales, units = _quantize_rows(rows)
+        fine = units.sub_(coarse).mul_(_FINER).round_().to(torch.int8)
+        total = _int_mm(coarse, self.codes.t()).float()
+        total.add_(_int_mm(fine, self.codes.t()), alpha=1 / _FINER)
+        return total.mul_(scales).mul_(self.scales).to(rows.dtype)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """(rows, out) -> (rows, in) in the same dtype."""
-        return _product(gradient * self.scales, self.codes).to(gradient.dtype)
+        rows, scales, _ = _quantize_rows(gradient * self.scales)
+        return _int_mm(rows, self.codes).float().mul_(scales).to(gradient.dtype)
 
 
 class Int8Layers:
@@ -113,6 +116,11 @@ class Int8Layers:
             else:
                 self.parameters[module.weight] = type(module) is Conv1D
                 self._undo.append(wrap_forward(module, _Int8Linear(self, module, module.weight)))
+        if not self.parameters:
+            raise ConfigError(
+                f"frozen_compute = 'int8', but {type(model).__name__} has no linear layer below its head that could "
+                "compute in int8; set frozen_compute = 'exact'"
+            )
         if left_out and not is_fake:
             log.warning(
                 "frozen compute in int8: %d weights compute exactly, because the int8 product of '%s' does not take "
@@ -208,16 +216,6 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = x.abs().amax(1, keepdim=True).float().div_(127).clamp_min_(_SMALLEST)
     units = x.float() * scales.reciprocal()
     return units.round().to(torch.int8), scales, units
-
-
-def _product(x: Tensor, codes: Tensor, *, two_terms: bool = False) -> Tensor:
-    """(rows, n) times int8 codes (n, m) -> (rows, m) in fp32, with x quantized by rows."""
-    first, scales, units = _quantize_rows(x)
-    total = _int_mm(first, codes).float()
-    if two_terms:
-        second = units.sub_(first).mul_(_SECOND).round_().to(torch.int8)
-        total.add_(_int_mm(second, codes), alpha=1 / _SECOND)
-    return total.mul_(scales)
 
 
 def _int_mm(left: Tensor, right: Tensor) -> Tensor:
