@@ -109,13 +109,14 @@ class Int8Layers:
         for name, module in model.named_modules():
             if module in kept:
                 continue
+            weight: Any = module._parameters.get("weight")
             if type(module) not in (nn.Linear, Conv1D):
                 left_out += [f"{name}.{key}" for key, own in module.named_parameters(recurse=False) if own.ndim == 3]
-            elif max(module.weight.shape) > WIDEST or (device.type == "cuda" and _is_odd(module.weight)):
+            elif max(weight.shape) > WIDEST or (device.type == "cuda" and _is_odd(weight)):
                 left_out.append(f"{name}.weight")
             else:
-                self.parameters[module.weight] = type(module) is Conv1D
-                self._undo.append(wrap_forward(module, _Int8Linear(self, module, module.weight)))
+                self.parameters[weight] = type(module) is Conv1D
+                self._undo.append(wrap_forward(module, _Int8Linear(self, module, weight)))
         if not self.parameters:
             raise ConfigError(
                 f"frozen_compute = 'int8', but {type(model).__name__} has no linear layer below its head that could "

@@ -83,7 +83,7 @@ class BlockOptimizer:
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen = frozen
-        self.frozen_compute = frozen_compute
+        self.frozen_compute: FrozenCompute = frozen_compute
         self.frozen_dropout = frozen_dropout
         self.tail = tail
         self.in_backward = in_backward

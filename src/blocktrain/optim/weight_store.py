@@ -150,8 +150,10 @@ class WeightStore:
         on_device = value.to(parameter.device)
         if isinstance(self._location, OnDevice):
             on_host = value.cpu()
-            computes = self._int8 is not None and parameter in self._int8.parameters
-            quantized = self._int8.put(parameter, on_device) if computes else quantize(on_device, self._form)
+            if self._int8 is not None and parameter in self._int8.parameters:
+                quantized = self._int8.put(parameter, on_device)
+            else:
+                quantized = quantize(on_device, self._form)
         else:
             quantized = quantize(on_device, self._form)
             on_host = self._side.pinned(value)
