@@ -9,15 +9,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
+from blocktrain.modules.int8_linear import FrozenCompute
 from blocktrain.optim.block_optimizer import BlockOptimizer
-from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
+from blocktrain.optim.precision import BF16_EXACT, FP32, INT8, Precision
 from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 STEP = StepShape(loss=lambda model: model(input_ids=TOKENS, labels=TOKENS).loss, inputs=[TOKENS])
 
 
-def optimizer(precision: Precision = FP32, *, layers: int = 2, **cut: Any) -> BlockOptimizer:
+def optimizer(
+    precision: Precision = FP32, *, layers: int = 2, frozen_compute: FrozenCompute = "exact", **cut: Any
+) -> BlockOptimizer:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -25,7 +28,7 @@ def optimizer(precision: Precision = FP32, *, layers: int = 2, **cut: Any) -> Bl
         )
     )
     partition = bt.partition(model, **(cut or {"num_blocks": 3}))
-    return BlockOptimizer(partition, torch.optim.AdamW, lr=1e-3, precision=precision)
+    return BlockOptimizer(partition, torch.optim.AdamW, lr=1e-3, precision=precision, frozen_compute=frozen_compute)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
@@ -33,6 +36,17 @@ def test_the_prediction_is_what_real_steps_take(precision: Precision) -> None:
     mine = optimizer(precision)
     predicted = predicted_peaks(mine, STEP)
     assert predicted == list(visited_peaks(mine, STEP))
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16_EXACT, INT8], ids=lambda precision: precision.name)
+def test_int8_copies_of_frozen_weights_are_predicted(precision: Precision) -> None:
+    mine = optimizer(precision, frozen_compute="int8")
+    predicted = predicted_peaks(mine, STEP)
+    visited = list(visited_peaks(mine, STEP))
+    assert predicted == visited
+    for block, peak in zip(mine.partition, visited, strict=True):
+        placeholders = 2 * 15 if precision is INT8 else 0  # one scalar for each matrix whose weights are stored
+        assert 0 <= peak.parts["frozen"] + peak.parts["active"] - mine.weight_bytes(block) <= placeholders
 
 
 def test_the_prediction_leaves_no_trace() -> None:

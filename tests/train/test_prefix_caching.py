@@ -128,6 +128,20 @@ def test_the_same_losses_and_weights_bit_for_bit(train: Run, store: str, fill: s
         assert [event["place"] for event in events_of(cached, "cached")] == [store] * 4
 
 
+@pytest.mark.parametrize(
+    ("precision", "order", "fill"), [("fp32", "ascending", "lazy"), ("int8", "descending", "ahead")]
+)
+def test_frozen_layers_in_int8(train: Run, precision: str, order: str, fill: str):
+    """Stored rows were computed in other batches than those of a step."""
+    int8 = ["memory.frozen_compute=int8", f"precision={precision}", f"schedule.order={order}"]
+    plain = train("prefix.store=off", *int8)
+    cached = train("prefix.store=host", f"prefix.fill={fill}", "prefix.fill_rows=3", *int8)
+    assert learned(cached) == learned(plain)
+    assert [event["place"] for event in events_of(cached, "cached")] == ["host"] * 4
+    exact = train("prefix.store=off", f"precision={precision}", f"schedule.order={order}")
+    assert curve(plain) != curve(exact)
+
+
 def test_without_dropout_and_with_another_seed(train: Run):
     still = [f"model.config.{name}=0.0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
     plain, cached = (train(f"prefix.store={store}", "seed=3", *still) for store in ("off", "host"))

@@ -32,6 +32,7 @@ VARIANTS = {
         "optimizer.moments=8bit",
         "optimizer.state=disk",
     ],
+    "frozen layers in int8": ["memory.frozen_compute=int8", "precision=int8"],
     "suffix visits": ["schedule.span=suffix", "precision=bf16-exact", "optimizer.state=disk"],
     "rows and parts of layers": ["blocks.largest=2000", "schedule.visit=2 steps", "schedule.sweeps=1"],
     "plateau": ["schedule.plateau.patience=1 steps", "schedule.plateau.threshold=0.5", "schedule.sweeps=2"],

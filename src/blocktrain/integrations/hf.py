@@ -33,6 +33,7 @@ from blocktrain.chain.partition import partition_by_config
 from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.errors import ConfigError, NonFiniteError
 from blocktrain.integrations.visiting import VisitingOptimizer
+from blocktrain.modules.int8_linear import FrozenCompute
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
 from blocktrain.optim.state_store import Drop, StateStore
@@ -70,6 +71,7 @@ class Blocks(PartitionConfig):
     span: a visit trains its "block", or the "suffix": every block above it too.
     state: where optimizer moments stay between visits.
     precision: None means `FP32` where all that is trained is in fp32, and `BF16_EXACT` where some of it is in bf16.
+    frozen_compute: "int8" computes frozen linear layers in int8 (see `BlockOptimizer`); evaluations stay exact.
     frozen_dropout: let dropout act in frozen layers too.
 
     Raises `ConfigError` for options that do not go together.
@@ -81,6 +83,7 @@ class Blocks(PartitionConfig):
     span: Span = "block"
     state: StateStore = field(default_factory=Drop)
     precision: Precision | None = None
+    frozen_compute: FrozenCompute = "exact"
     frozen_dropout: bool = False
 
     def __post_init__(self) -> None:
@@ -272,6 +275,7 @@ class BlockTrainerMixin:
             cls,
             state=settings.state,
             precision=settings.precision or (BF16_EXACT if is_bf16 else FP32),
+            frozen_compute=settings.frozen_compute,
             undecayed=lambda module, attribute: id(getattr(module, attribute)) not in decayed,
             frozen_dropout=settings.frozen_dropout,
             **options,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from blocktrain.chain.block import Block, Partition
 from blocktrain.chain.freezing import activate, release, thaw
 from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.modules.int8_linear import FrozenCompute, Int8Layers
 from blocktrain.optim.active_block import ActiveBlock
 from blocktrain.optim.block_weights import BlockWeights
 from blocktrain.optim.factory import OptimizerChoice, OptimizerFactory, Undecayed, norms_and_biases
@@ -43,6 +44,9 @@ class BlockOptimizer:
         (masters are rebuilt at each visit), `INT8`, `NF4` (frozen weights are quantized, exact masters on the host).
     frozen: where frozen weights are stored, `OnDevice()` or `OnHost()`. Reading weights that are quantized or on the
         host raises `StoredWeightError` outside the forward pass: see `block_weights`, `model.state_dict()` and `close`.
+    frozen_compute: "int8" computes the frozen linear layers' forward pass and activation gradients in int8, all but
+        those of the chain's last layer, while the active block is in train mode; in eval mode everything is exact. It
+        takes one byte for each frozen weight in addition, none with `INT8`. See `modules/int8_linear.py`.
     undecayed: (module, attribute name) -> True for parameters without weight decay; by default norms and biases, unlike
         `AdamW(model.parameters())`, which decays them too (so does `optim.factory.nothing`).
     frozen_dropout: let dropout act in frozen layers.
@@ -62,6 +66,7 @@ class BlockOptimizer:
         state: StateStore | None = None,
         precision: Precision = FP32,
         frozen: WeightLocation = OnDevice(),  # noqa: B008 - a value
+        frozen_compute: FrozenCompute = "exact",
         undecayed: Undecayed = norms_and_biases,
         frozen_dropout: bool = False,
         others: OptimizerChoice | None = None,
@@ -78,6 +83,7 @@ class BlockOptimizer:
         self.store: StateStore = state if state is not None else Drop()
         self.precision = precision
         self.frozen = frozen
+        self.frozen_compute: FrozenCompute = frozen_compute
         self.frozen_dropout = frozen_dropout
         self.tail = tail
         self.in_backward = in_backward
@@ -92,8 +98,11 @@ class BlockOptimizer:
         for update in self.backward_updates:
             update.require(partition, precision, frozen)
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
+        self._require_frozen_compute()
         release(partition)
-        self._weights = BlockWeights(partition, precision, frozen)
+        head = partition.chain.layers[-1].modules.values()
+        int8 = Int8Layers(partition.model, exact=head) if frozen_compute == "int8" else None
+        self._weights = BlockWeights(partition, precision, frozen, int8)
         self.store.clear()
 
     def rebind(self, partition: Partition) -> BlockOptimizer:
@@ -104,6 +113,7 @@ class BlockOptimizer:
             cls,
             precision=self.precision,
             frozen=self.frozen,
+            frozen_compute=self.frozen_compute,
             undecayed=undecayed,
             frozen_dropout=self.frozen_dropout,
             others=others,
@@ -111,6 +121,20 @@ class BlockOptimizer:
             in_backward=self.in_backward,
             **options,
         )
+
+    def _require_frozen_compute(self) -> None:
+        """Raise `ConfigError` where frozen layers cannot compute as `frozen_compute` says."""
+        compute = f"frozen_compute = {self.frozen_compute!r}"
+        if self.frozen_compute not in get_args(FrozenCompute):
+            raise ConfigError(f"{compute} is unknown; give one of {', '.join(get_args(FrozenCompute))}")
+        if self.frozen_compute == "exact":
+            return
+        if not isinstance(self.frozen, OnDevice):
+            raise ConfigError(f"{compute} computes with weights on the device: set frozen = 'device', not 'host'")
+        if self.precision.frozen == "nf4":
+            raise ConfigError(f"{compute} does not compute with 4-bit weights: set precision = 'int8', not 'nf4'")
+        if self.tail is not None:
+            raise ConfigError(f"{compute}, but {self.tail.setting} updates frozen weights in each step: leave one out")
 
     # -- visits ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.modules.int8_linear import Int8Layers
 from blocktrain.optim.master import LowBits, Masters, lower
 from blocktrain.optim.precision import Precision
 from blocktrain.optim.weight_store import WeightLocation, WeightStore
@@ -24,9 +25,12 @@ class BlockWeights:
     block may train included.
 
     low_bits: by block, the bits of its masters that its weights lack while it is frozen.
+    int8: the linear layers that compute in int8 while they are frozen; None: all compute exactly.
     """
 
-    def __init__(self, partition: Partition, precision: Precision, location: WeightLocation):
+    def __init__(
+        self, partition: Partition, precision: Precision, location: WeightLocation, int8: Int8Layers | None = None
+    ):
         for name, parameter in partition.whole.parameters.items():
             # 16 bits without a master lose small updates; nobody should train so without having asked for it.
             if not precision.has_master and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -37,7 +41,8 @@ class BlockWeights:
         self.low_bits: list[LowBits] = [{} for _ in partition]
         self._precision = precision
         self._partition = partition
-        self._store = WeightStore(partition.chain, precision.frozen, location)
+        self._int8 = int8
+        self._store = WeightStore(partition.chain, precision.frozen, location, int8)
         for name, parameter in partition.whole.parameters.items():  # each is stored before the next is lowered
             low_bits = lower(parameter) if precision.has_master else None
             if low_bits is not None and precision.keeps_low_bits:
@@ -54,12 +59,16 @@ class BlockWeights:
     def activate(self, block: Block) -> Masters | None:
         """Restore a block's weights for training. Returns its masters, if it needs any."""
         self._store.restore(block.parameters.values())
+        if self._int8 is not None:
+            self._int8.activate(block.modules(), block.parameters.values())
         if not self._precision.has_master and not block.rows:
             return None
         return Masters(block, {name: bits for index in block.members for name, bits in self.low_bits[index].items()})
 
     def retire(self, block: Block, masters: Masters | None) -> None:
         """Keep the low bits of a block's masters."""
+        if self._int8 is not None:
+            self._int8.retire()
         if masters is not None:
             for index in block.members:
                 mine = self._partition[index].parameters
@@ -100,17 +109,23 @@ class BlockWeights:
         """The tensors that hold stored weights, on the device ("frozen") or on the "host" with all low bits."""
         low_bits = [tensor for of_block in self.low_bits for tensor in of_block.values()]
         stored = self._store.tensors()
-        return {"frozen": stored["frozen"], "host": [*low_bits, *stored["host"]]}
+        copies = [] if self._int8 is None else [part for weight in self._int8.weights.values() for part in weight.parts]
+        return {"frozen": [*stored["frozen"], *copies], "host": [*low_bits, *stored["host"]]}
 
     def device_bytes(self, active: Block) -> int:
         """Device memory of the model's weights while `active` is trained: its own weights in the compute dtype, the
-        others as they are stored."""
-        restored = {id(parameter) for parameter in active.parameters.values()}
-        return sum(
-            parameter.nbytes if id(parameter) in restored else self._store.device_bytes(parameter)
-            for parameter in self._partition.model.parameters()
-        )
+        others as they are stored, and the copies that compute in int8."""
+        trained = {id(parameter) for parameter in active.parameters.values()}
+        copies_are_stored = self._precision.frozen == "int8"
+        total = 0
+        for parameter in self._partition.model.parameters():
+            total += parameter.nbytes if id(parameter) in trained else self._store.device_bytes(parameter)
+            if self._int8 is not None and id(parameter) not in trained and not copies_are_stored:
+                total += self._int8.nbytes(parameter)
+        return total
 
     def close(self) -> None:
         """Restore everything, for good."""
         self._store.close()
+        if self._int8 is not None:
+            self._int8.close()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from blocktrain.chain.chain import Chain
 from blocktrain.errors import ConfigError
+from blocktrain.modules.int8_linear import Int8Layers, Int8Weight
 from blocktrain.modules.placeholder import is_placeholder, replace_by_placeholder, restore_value
 from blocktrain.modules.wrap import NotCopied, substituted_parameters, wrap_forward
 from blocktrain.optim.precision import Format
@@ -55,7 +56,7 @@ WeightLocation = OnDevice | OnHost  # where the weights of frozen layers are sto
 @dataclass(frozen=True, eq=False)
 class _StoredWeight:
     value: Tensor  # in the compute dtype, on the host
-    quantized: Quantized  # what is materialized; on the device, or under `OnHost` on the host
+    quantized: Quantized | Int8Weight  # what is materialized; on the device, or under `OnHost` on the host
 
 
 class WeightStore:
@@ -65,11 +66,15 @@ class WeightStore:
 
     Host memory: 2 bytes a weight in bf16, and under `OnHost` its quantized form. Device memory: under `OnDevice` the
     quantized form; in addition the layer that runs, and under `OnHost` the copy of the layer that follows.
+
+    int8: linear layers that compute in int8 while they are frozen. In the format "int8" the copies that they compute
+        with are all that is stored of their weights, and are not materialized for them. Not for `OnHost`.
     """
 
-    def __init__(self, chain: Chain, form: Format, location: WeightLocation):
+    def __init__(self, chain: Chain, form: Format, location: WeightLocation, int8: Int8Layers | None = None):
         self._form: Format = form
         self._location = location
+        self._int8 = int8
         self._stored: dict[nn.Parameter, _StoredWeight] = {}
         self._units: list[list[nn.Parameter]] = []  # the matrices of each module of the chain, in forward order
         self._prefetched: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device; at most two units
@@ -142,10 +147,15 @@ class WeightStore:
 
     def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
         assert self._side is not None
-        quantized = quantize(value.to(parameter.device), self._form)
+        on_device = value.to(parameter.device)
         if isinstance(self._location, OnDevice):
             on_host = value.cpu()
+            if self._int8 is not None and parameter in self._int8.parameters:
+                quantized = self._int8.put(parameter, on_device)
+            else:
+                quantized = quantize(on_device, self._form)
         else:
+            quantized = quantize(on_device, self._form)
             on_host = self._side.pinned(value)
             is_quantized = self._form in ("int8", "nf4")
             parts = tuple(map(self._side.pinned, quantized.parts)) if is_quantized else (on_host,)
@@ -162,6 +172,8 @@ class WeightStore:
             return parameter.nbytes
         if isinstance(self._location, OnHost):
             return 0
+        if self._int8 is not None and parameter in self._int8.parameters:
+            return self._int8.nbytes(parameter)
         return sum(part.nbytes for part in quantize(torch.empty_like(parameter, device="meta"), self._form).parts)
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -177,7 +189,7 @@ class WeightStore:
 
     def materialize_unit(self, unit: int) -> dict[nn.Parameter, Tensor]:
         """New tensors with the values of a unit's stored weights. Under `OnHost` the next unit is prefetched."""
-        if self._side is None or not any(parameter in self._stored for parameter in self._units[unit]):
+        if self._side is None or not any(self._is_materialized(parameter) for parameter in self._units[unit]):
             return {}
         # A tensor made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
@@ -222,8 +234,12 @@ class WeightStore:
         return {
             parameter: tuple(side.to_device(part) for part in self._stored[parameter].quantized.parts)
             for parameter in self._units[unit]
-            if parameter in self._stored
+            if self._is_materialized(parameter)
         }
+
+    def _is_materialized(self, parameter: nn.Parameter) -> bool:
+        computes_as_stored = self._int8 is not None and self._int8.is_on and parameter in self._int8.weights
+        return parameter in self._stored and not computes_as_stored
 
     def _next_unit(self, unit: int) -> int | None:
         """The unit that will run next: the one above in a forward pass, the one below where a backward pass recomputes.

@@ -193,6 +193,7 @@ def moves_in_backward(config: RunConfig) -> str | None:
 _REFUSED_BY_BOTH: Mapping[str, Callable[[Any], bool]] = {
     "model.grown_layers": lambda value: value != "drawn",
     "memory.frozen": lambda value: value != "device",
+    "memory.frozen_compute": lambda value: value != "exact",
     "schedule.span": lambda value: value != "block",
     "optimizer.tail": lambda value: value != "none",
     "optimizer.in_backward": bool,

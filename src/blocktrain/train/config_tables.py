@@ -10,6 +10,7 @@ from blocktrain.chain.checkpointing import Boundaries
 from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.contrib.learning_tail import Rule, Tail
 from blocktrain.errors import ConfigError, nearest
+from blocktrain.modules.int8_linear import FrozenCompute
 from blocktrain.modules.kernels import Kernels
 from blocktrain.optim.precision import Moments
 from blocktrain.optim.state_store import STATE_STORES
@@ -123,6 +124,8 @@ class MemoryConfig:
     """What a step keeps on the device, and what it trades to keep less.
 
     frozen: where frozen weights are while no layer runs with them; "host" copies them to the device one layer ahead.
+    frozen_compute: "int8" computes the matrix products of frozen layers in int8, which is faster and not exact; the
+        head's stay exact, as do evaluations and the active block.
     checkpointing: "layers" keeps each layer's input and computes its activations again in the backward pass.
     boundaries: where those inputs are stored: on the "device", or on the "host".
     loss_chunk: tokens whose logits exist at once; None is the model's own loss, which has all of them.
@@ -130,6 +133,7 @@ class MemoryConfig:
     """
 
     frozen: Literal["device", "host"] = "device"
+    frozen_compute: FrozenCompute = "exact"
     checkpointing: Literal["off", "layers"] = "off"
     boundaries: Boundaries = "device"
     loss_chunk: int | None = None

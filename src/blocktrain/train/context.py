@@ -252,6 +252,7 @@ def optimizer_of(
         state=make_state_store(options.state, folder / "state" / f"rank-{ranks.rank}"),
         precision=replace(FP32 if is_sharded(config, ranks) else preset(config.precision), moments=options.moments),
         frozen=on_host if config.memory.frozen == "host" else OnDevice(),
+        frozen_compute=config.memory.frozen_compute,
         undecayed=norms_and_biases if options.decay == "weights" else nothing,
         frozen_dropout=config.blocks.frozen_dropout,
         tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),

@@ -104,6 +104,7 @@ def key_of(context: TrainingContext, visit: Visit) -> Key:
         "data": context.data.fingerprint,
         "first_variant": subset * (context.config.sampling.variants or 0),
         "transformers": transformers.__version__,
+        "frozen_compute": context.config.memory.frozen_compute,
         "rank": [context.ranks.rank, context.ranks.size],  # whose slots these are
     }
 
