@@ -12,12 +12,16 @@ import stat
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from blocktrain.data.compression import data_suffix
 from blocktrain.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+# What `save_to_disk` of `datasets` writes beside its rows, and the intermediate results that it leaves there later.
+BESIDE_DATA = ("dataset_dict.json", "dataset_info.json", "state.json", "cache-*.arrow")
 
 Identity = tuple[int, int]  # device and inode: equal for all names of a file or folder
 
@@ -100,8 +104,7 @@ def _entries(folder: Path, suffixes: Collection[str]) -> list[tuple[os.DirEntry[
             logger.warning("'%s' is a link that leads nowhere, and is left out", entry.path)
         elif stat.S_ISDIR(status.st_mode):
             kept += [] if entry.name.startswith("__pycache__") else [(entry, status)]
-        # `datasets` leaves intermediate results, "cache-*.arrow", next to the data it saved.
-        elif suffix not in suffixes or (suffix == ".arrow" and entry.name.startswith("cache-")):
+        elif suffix not in suffixes or any(fnmatchcase(entry.name, pattern) for pattern in BESIDE_DATA):
             continue
         elif stat.S_ISREG(status.st_mode):
             kept.append((entry, status))
