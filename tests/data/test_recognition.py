@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
+from blocktrain.data.corpus import open_corpus
 from blocktrain.data.recognition import recognize
+from blocktrain.data.records import record_of
 from blocktrain.errors import DataError
 
 CONVERSATION = {"question": "1 + 1?", "answer": "2"}
@@ -48,6 +50,8 @@ def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
     DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
     for name in ("one", "two"):
         assert recognize(str(tmp_path / name)) == ("chat", "question, answer")
+        corpus = open_corpus(str(tmp_path / name), text_field=None, cache=tmp_path)
+        assert [record_of(document) for document in corpus.documents("train")] == [CONVERSATION] * 3
 
 
 @pytest.mark.parametrize(
