@@ -153,8 +153,6 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The commands run in order, in one folder, as a reader types them; runs are shortened."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    pretrained_folder(tmp_path / "mine")
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 40)
     short = [word for key in SHORT for word in ("--set", key)]
     page = ROOT / "docs" / "index.md"
     done = set()
@@ -166,7 +164,6 @@ def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"doctor", "train", "report", "compare", "export", "plan"} <= done
     assert (tmp_path / "runs" / "both.html").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
-    assert (tmp_path / "tuned" / "model" / "config.json").is_file()
 
 
 QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set", key))]
@@ -204,6 +201,8 @@ def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    pretrained_folder(tmp_path / "mine")
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 40)
     for command, words in TYPED.items():
         if command.startswith("torchrun"):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -213,6 +212,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "tuned" / "model" / "config.json").is_file()
 
 
 def test_the_picture_of_the_readme_is_drawn_from_the_result_file() -> None:
