@@ -23,6 +23,8 @@ import blocktrain as bt
 from blocktrain.cli.main import main
 from blocktrain.train.config import RunConfig
 
+from .tiny_models import pretrained_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"integrations.hf": "accelerate", "from trl": "trl"}  # what code names -> the optional package it needs
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -169,6 +171,9 @@ QUICK = ["examples/quickstart.toml", *(word for key in SHORT for word in ("--set
 # A row of README's table of commands -> the arguments that are run, in that order and in one folder. `--push` is tested
 # in tests/integrations.
 TYPED = {
+    "blocktrain finetune MODEL DATA [--out DIR]": [
+        *("finetune", "mine", "data.jsonl", "--max-tokens", "2k", "--out", "tuned"),
+    ],
     "blocktrain init [FILE] [--model PATH --data SOURCE]": ["init"],
     "blocktrain train CONFIG [--set a.b=c ...] [--out DIR]": ["train", *QUICK, "--out", "run"],
     "blocktrain resume DIR": ["resume", "run", "--set", "precision=bf16-exact"],
@@ -196,6 +201,8 @@ def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    pretrained_folder(tmp_path / "mine")
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 40)
     for command, words in TYPED.items():
         if command.startswith("torchrun"):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -205,6 +212,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "tuned" / "model" / "config.json").is_file()
 
 
 def test_the_picture_of_the_readme_is_drawn_from_the_result_file() -> None:

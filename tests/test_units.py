@@ -14,6 +14,7 @@ from blocktrain.units import (
     format_bytes,
     format_count,
     format_seconds,
+    parse_bytes,
     parse_span,
     parse_tokens,
 )
@@ -154,6 +155,14 @@ def test_money_is_exact() -> None:
     assert (Dollars.parse("$0.1") * 3).amount == Dollars.parse("0.3").amount
     with pytest.raises(ConfigError, match="is not an amount of money"):
         Dollars.parse("lots")
+
+
+def test_sizes_of_memory_are_read() -> None:
+    assert parse_bytes("24GB") == parse_bytes("24 gib") == 24 * 2**30
+    assert parse_bytes("1.5M" + "iB") == 1.5 * 2**20
+    for text in ("", "24", "GB", "-1GB", "1e999GB", "24 GBytes"):
+        with pytest.raises(ConfigError, match=r"is not a size of memory; write for example '24GB'"):
+            parse_bytes(text)
 
 
 def test_spans_are_read() -> None:

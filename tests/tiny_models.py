@@ -5,9 +5,12 @@ Their weights are drawn from the seed that `conftest.py` sets before each test.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers as hf
+
+from blocktrain.data.tokenizer import ByteTokenizer
 
 LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -41,6 +44,19 @@ def gpt2(layers: int = 4, **settings: Any) -> Any:
 def llama() -> Any:
     """Without dropout; the head is untied."""
     return hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=4, **LLAMA_SIZES))
+
+
+def pretrained_folder(folder: Path, architecture: str = "llama") -> Path:
+    """A folder that `from_pretrained` loads: a Llama, or a BERT without a head, over bytes, with 64 positions."""
+    sizes: dict[str, Any] = LLAMA_SIZES | {"vocab_size": 257, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    del sizes["num_key_value_heads"]
+    made = {
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=256)),
+        "bert": lambda: hf.BertModel(hf.BertConfig(**sizes, pad_token_id=256)),
+    }[architecture]()
+    made.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
 
 
 def checkpoint_activations(model: Any, *, reentrant: bool) -> None:

@@ -132,6 +132,16 @@ def parse_tokens(text: str) -> int:
     return round(count)
 
 
+def parse_bytes(text: str) -> int:
+    """A size of memory, in binary units as makers of cards count: `parse_bytes("24GB") == parse_bytes("24GiB")`, which
+    is 24 * 2**30. Raises `ConfigError` for anything else."""
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgt])i?b\s*", text, re.I)
+    size = float(match[1].replace("_", "")) * 1024 ** ("kmgt".index(match[2].lower()) + 1) if match else 0.0
+    if not 1 <= size < math.inf:
+        raise ConfigError(f"'{text}' is not a size of memory; write for example '24GB' or '500MB'")
+    return round(size)
+
+
 def parse_span(text: str) -> float:
     """Seconds of wall time: `parse_span("3d") == 259200.0`, `parse_span("90 min") == 5400.0`. Raises `ConfigError` for
     anything else."""

@@ -54,6 +54,14 @@ def test_only_answers_are_labels(write: Write):
         assert text(batch["input_ids"][row][:length]) == f"user:\n{question}\nassistant:\n{answer}"
 
 
+def test_a_row_that_holds_most_conversations(write: Write):
+    """Whatever the length of a row is now: those that are dropped for it count."""
+    rows = open_chat(write([("?", "a" * length) for length in range(1, 101)], row_tokens=64)).train
+    shortest = rows.tokens_that_hold(0.0)
+    assert [rows.tokens_that_hold(share) - shortest for share in (0.5, 0.99, 1.0)] == [50, 99, 99]
+    assert rows.num_too_long > 0
+
+
 def test_packed_rows_contain_the_conversations_of_padded_rows(write: Write):
     packed, padded = open_chat(write()).train, open_chat(write(layout="padded")).train
     assert len(packed) < len(padded) == packed.num_conversations == len(PAIRS)

@@ -191,6 +191,18 @@ def test_only_conversations_can_be_asked(tiny: Make):
         tiny("evaluation.generate=3")
 
 
+@pytest.mark.parametrize("settings", ["is_decoder=true", "is_decoder=false"])
+def test_an_encoder_learns_no_next_tokens(settings: str, chat: Make, tmp_path: Path):
+    """Its tokens see the one that they should predict, so its loss fell towards zero and meant nothing."""
+    bert = "{hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, "
+    config = chat("model.architecture=bert", f"model.config={bert}{settings}}}", "chat.layout=padded")
+    if settings == "is_decoder=true":
+        build(config, tmp_path)
+        return
+    with pytest.raises(ConfigError, match=r"'bert' is an encoder, whose tokens see those that they should predict"):
+        build(config, tmp_path)
+
+
 def test_an_architecture_without_the_head_is_refused(chat: Make, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"transformers has no 'vit' that predicts next tokens"):
         build(chat("model.architecture=vit", "model.config={}"), tmp_path)

@@ -221,10 +221,19 @@ def _require_memory(cls: Any, settings: Any, name: str) -> None:
 
 
 def _require_class(cls: Any, settings: Any, name: str) -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
     if type(settings) not in cls._model_mapping:
         what = {"ForCausalLM": "next tokens", "ForSequenceClassification": "classes of texts"}
         kind = next((text for key, text in what.items() if cls.__name__.endswith(key)), "classes of images")
         raise ConfigError(f"transformers has no '{name}' that predicts {kind}; choose another architecture")
+    is_encoder = getattr(settings, "is_decoder", None) is False and not settings.is_encoder_decoder
+    if is_encoder and cls is transformers.AutoModelForCausalLM and type(settings) in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ConfigError(
+            f"'{name}' is an encoder, whose tokens see those that they should predict; choose a causal language model, "
+            "or set model.config.is_decoder = true"
+        )
 
 
 def _saved_settings(path: str, given: dict[str, Any]) -> Any:

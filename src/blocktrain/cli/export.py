@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blocktrain.cli.command import Command, add_run_folder
 from blocktrain.parse import output_path
+
+if TYPE_CHECKING:
+    from blocktrain.train.export import ExportDtype
+    from blocktrain.train.run_folder import RunFolder
 
 # How the name of a transformers model ends -> the class that loads it
 LOADERS = {
@@ -21,30 +27,51 @@ LOADERS = {
 def export(options: argparse.Namespace) -> int:
     """Write the folder with its model card, and push it to the hub with `--push`."""
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.integrations.card import write_card
     from blocktrain.integrations.hub import check_repository, push
     from blocktrain.train.checkpoint import find_checkpoint, read_header
-    from blocktrain.train.export import export as export_run
     from blocktrain.train.run_folder import RunFolder
 
     if options.push is not None:
         check_repository(options.push)
     quiet_libraries()
     folder = RunFolder(options.run)
-    folder.require_resumable()
-    progress = read_header(find_checkpoint(folder.checkpoints, options.checkpoint)).progress
-    out = export_run(
-        folder,
-        options.out,
-        checkpoint=options.checkpoint,
-        dtype=options.dtype,
-        accepts_nonfinite=options.force,
-        also=lambda place: write_card(folder, place, options.checkpoint),
+    said = export_run(
+        folder, options.out, checkpoint=options.checkpoint, dtype=options.dtype, accepts_nonfinite=options.force
     )
-    address = None if options.push is None else push(out, options.push, public=options.public)
+    address = None if options.push is None else push(options.out, options.push, public=options.public)
     if options.json:
-        print(json.dumps({"exported": str(out), "step": progress.step, "pushed": address}))
+        step = read_header(find_checkpoint(folder.checkpoints, options.checkpoint)).progress.step
+        print(json.dumps({"exported": str(options.out.resolve()), "step": step, "pushed": address}))
         return 0
+    print(said)
+    if address is not None:
+        print(f"pushed to {address}")
+    return 0
+
+
+def export_run(
+    folder: RunFolder,
+    out: Path,
+    *,
+    checkpoint: str = "newest",
+    dtype: ExportDtype | None = None,
+    accepts_nonfinite: bool = False,
+) -> str:
+    """Write the model of a run with its card to `out`; returns what was written and how to load it, for people."""
+    from blocktrain.integrations.card import write_card
+    from blocktrain.train.checkpoint import find_checkpoint, read_header
+    from blocktrain.train.export import export as export_model
+
+    folder.require_resumable()
+    progress = read_header(find_checkpoint(folder.checkpoints, checkpoint)).progress
+    out = export_model(
+        folder,
+        out,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        accepts_nonfinite=accepts_nonfinite,
+        also=lambda place: write_card(folder, place, checkpoint),
+    )
     saved = json.loads((out / "config.json").read_text())
     (name,) = saved.get("architectures") or [None]
     if name is None:
@@ -52,17 +79,15 @@ def export(options: argparse.Namespace) -> int:
     else:
         loader = next((loader for end, loader in LOADERS.items() if name.endswith(end)), name)
         how = f"load it with {loader}.from_pretrained({str(out)!r})"
-    dtype = f" in {saved['dtype']}" if "dtype" in saved else ""
+    dtype_saved = f" in {saved['dtype']}" if "dtype" in saved else ""
     loss = f" (validation loss {progress.score['loss']:.4f})" if progress.evaluated == progress.step else ""
-    print(f"exported step {progress.step}{loss} to {out}{dtype}; {how}")
-    if options.checkpoint == "best" and progress.best.get("loss", math.inf) < progress.score["loss"]:
-        print(
-            f"The lowest validation loss was {progress.best['loss']:.4f} at step {progress.best['step']:.0f}, where no "
-            "checkpoint was written; to have one there, set stop.patience, or checkpoint.every = evaluation.every"
+    said = f"exported step {progress.step}{loss} to {out}{dtype_saved}; {how}"
+    if checkpoint == "best" and progress.best.get("loss", math.inf) < progress.score["loss"]:
+        said += (
+            f"\nThe lowest validation loss was {progress.best['loss']:.4f} at step {progress.best['step']:.0f}, where "
+            "no checkpoint was written; to have one there, set stop.patience, or checkpoint.every = evaluation.every"
         )
-    if address is not None:
-        print(f"pushed to {address}")
-    return 0
+    return said
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

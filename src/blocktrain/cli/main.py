@@ -16,6 +16,7 @@ from blocktrain.cli.compare import COMPARE
 from blocktrain.cli.config import CONFIG
 from blocktrain.cli.display import lasting_display, replace_what_cannot_be_encoded
 from blocktrain.cli.export import EXPORT
+from blocktrain.cli.finetune import FINETUNE
 from blocktrain.cli.init import INIT
 from blocktrain.cli.plan_options import add_plan_options
 from blocktrain.cli.report import REPORT
@@ -27,6 +28,7 @@ from blocktrain.parse import printable
 DESCRIPTION = "Train every parameter of a model, one block at a time, on GPUs you can afford."
 
 COMMANDS = (
+    FINETUNE,
     INIT,
     TRAIN,
     RESUME,

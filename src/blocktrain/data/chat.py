@@ -284,6 +284,10 @@ class ChatRows:
         """The number of conversations in the rows."""
         return len(self._kept)
 
+    def tokens_that_hold(self, share: float) -> int:
+        """The length of a row, in tokens, into which this share of all conversations fits whole."""
+        return int(np.quantile(np.diff(self._starts), share, method="higher"))
+
     def weights(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """The number of tokens in each row that count in the loss, int64 (B,)."""
         return self._weights[np.asarray(indices, np.int64)]

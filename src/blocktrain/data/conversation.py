@@ -64,7 +64,7 @@ MESSAGE_FIELDS = {"role": ("role", "from"), "content": ("content", "value")}  # 
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
-_PREFERENCE = ("chosen", "rejected")
+PREFERENCE = ("chosen", "rejected")
 
 
 class ConversationReader:
@@ -129,7 +129,7 @@ class ConversationReader:
             for shape in self._shapes:
                 if all(holds(name) for name in shape.required):
                     return shape
-        if all(name in values for name in _PREFERENCE):
+        if all(name in values for name in PREFERENCE):
             raise DataError(
                 f"{place} is a preference row (chosen, rejected), but [chat] learns one answer; name it with fields = "
                 '{ completion = "chosen" } (or messages = "chosen", where it is a whole conversation), or train on '

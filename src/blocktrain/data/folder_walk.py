@@ -12,6 +12,7 @@ import stat
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from blocktrain.data.compression import data_suffix
@@ -19,7 +20,9 @@ from blocktrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_NOTES_OF_SAVED = ({"dataset_info.json", "state.json"}, {"dataset_dict.json"})  # beside what `save_to_disk` writes
+# What `save_to_disk` of `datasets` writes beside its rows, and the intermediate results that it leaves there later.
+_NOTES_OF_SAVED = ({"dataset_info.json", "state.json"}, {"dataset_dict.json"})
+_RESULTS_OF_SAVED = "cache-*.arrow"
 
 Identity = tuple[int, int]  # device and inode: equal for all names of a file or folder
 
@@ -97,7 +100,7 @@ def _entries(folder: Path, suffixes: Collection[str]) -> list[tuple[os.DirEntry[
     names = {entry.name for entry in visible}
     for notes in _NOTES_OF_SAVED:
         if notes <= names:
-            visible = [entry for entry in visible if entry.name not in notes]
+            visible = [it for it in visible if it.name not in notes and not fnmatchcase(it.name, _RESULTS_OF_SAVED)]
     for entry in visible:
         status, suffix = _status(Path(entry.path)), data_suffix(PurePath(entry.name))
         if status is None:
@@ -106,8 +109,7 @@ def _entries(folder: Path, suffixes: Collection[str]) -> list[tuple[os.DirEntry[
             logger.warning("'%s' is a link that leads nowhere, and is left out", entry.path)
         elif stat.S_ISDIR(status.st_mode):
             kept += [] if entry.name.startswith("__pycache__") else [(entry, status)]
-        # `datasets` leaves intermediate results, "cache-*.arrow", next to the data it saved.
-        elif suffix not in suffixes or (suffix == ".arrow" and entry.name.startswith("cache-")):
+        elif suffix not in suffixes:
             continue
         elif stat.S_ISREG(status.st_mode):
             kept.append((entry, status))

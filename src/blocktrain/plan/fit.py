@@ -140,7 +140,7 @@ class Overflow:
     @property
     def ratio(self) -> float:
         """The need over what there is; up to 1 it would fit."""
-        return self.need / self.there
+        return self.need / max(self.there, 1.0)  # a disk may be full
 
 
 @dataclass(frozen=True, kw_only=True)

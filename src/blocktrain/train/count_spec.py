@@ -29,8 +29,8 @@ NOT_SETTINGS = ("model_type", "architectures", "transformers_version", "dtype", 
 def hub_config(name: str) -> dict[str, Any]:
     """The configuration of a model on the hub, downloaded if it is not in the cache; raises `ConfigError`."""
     if not may_be_on_hub(name):
-        raise ConfigError(f"--model '{name}' is no preset, no config.json, no folder with one, and no name on the hub")
-    with library_errors(f"the configuration of --model '{name}' cannot be loaded"):
+        raise ConfigError(f"model '{name}' is no preset, no config.json, no folder with one, and no name on the hub")
+    with library_errors(f"the configuration of model '{name}' cannot be loaded"):
         return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
 
 
