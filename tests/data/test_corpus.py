@@ -113,7 +113,9 @@ def test_text_that_is_not_utf8(tmp_path):
 @pytest.mark.parametrize("source", ["nowhere.txt", "data/train.jsonl", "/no/such/folder", "a/b/c", "./here/not", ""])
 def test_a_source_that_does_not_exist(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"no file or folder .* 'owner/name'|contains no file to read"):
+    with pytest.raises(
+        DataError, match=r"no file or folder .* 'owner/name'|contains no file to read|source of the data is empty"
+    ):
         read_documents(source)
 
 

@@ -127,16 +127,17 @@ def test_a_precision_with_8_bit_moments_replaces_adamw(gpt2, batch, tmp_path):
         assert all(torch.equal(again[name][key], kept[name][key]) for key in kept[name] if key != "step")
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.SGD])
-def test_optimizers_with_one_buffer_keep_it_as_it_is(cls, gpt2):
-    optimizer = BlockOptimizer(partition(gpt2(), num_blocks=3), cls, lr=1e-3, precision=in_8_bits(BF16_EXACT))
-    assert optimizer.factory.choice[0] is cls
+def test_muon_keeps_its_one_buffer_as_it_is(gpt2):
+    parts = partition(gpt2(), num_blocks=3)
+    optimizer = BlockOptimizer(parts, torch.optim.Muon, lr=1e-3, precision=in_8_bits(BF16_EXACT))
+    assert optimizer.factory.choice[0] is torch.optim.Muon
     assert optimizer.factory.others[0] is AdamW8bit
 
 
-def test_other_optimizers_with_two_averages_are_refused(gpt2):
-    with pytest.raises(ConfigError, match="8-bit moments exist for AdamW only, not for Adagrad"):
-        BlockOptimizer(partition(gpt2(), num_blocks=3), torch.optim.Adagrad, precision=in_8_bits(BF16_EXACT))
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.SGD])
+def test_moments_of_other_optimizers_in_8_bits_are_refused(cls, gpt2):
+    with pytest.raises(ConfigError, match=f"8-bit moments exist for AdamW only, not for {cls.__name__}"):
+        BlockOptimizer(partition(gpt2(), num_blocks=3), cls, precision=in_8_bits(BF16_EXACT))
 
 
 @pytest.mark.skipif(not has_bitsandbytes(), reason="bitsandbytes is not installed")
