@@ -48,6 +48,8 @@ class BlockOptimizer:
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
     tail: updates other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
+    device: where the model is trained; by default where it is. A model on the host goes there weight by weight, in the
+        form in which frozen weights are stored, so the device never holds more than training needs.
     in_backward: update each weight during the backward pass; a step is then one backward pass (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
@@ -67,6 +69,7 @@ class BlockOptimizer:
         others: OptimizerChoice | None = None,
         tail: BackwardUpdate | None = None,
         in_backward: bool = False,
+        device: torch.device | None = None,
         **kwargs: Any,
     ):
         if not isinstance(partition, Partition):
@@ -93,7 +96,7 @@ class BlockOptimizer:
             update.require(partition, precision, frozen)
         self.predicted_state_bytes(partition[0])  # arguments that the class refuses are refused here
         release(partition)
-        self._weights = BlockWeights(partition, precision, frozen)
+        self._weights = BlockWeights(partition, precision, frozen, device)
         self.store.clear()
 
     def rebind(self, partition: Partition) -> BlockOptimizer:

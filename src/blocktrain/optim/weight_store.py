@@ -63,13 +63,17 @@ class WeightStore:
 
     With `OnDevice` and a format of 16 or 32 bits there is nothing to do: weights stay in their parameters.
 
+    device: where the model computes; by default where its weights are. Weights elsewhere go there as they are stored,
+        one at a time.
+
     Host memory: 2 bytes a weight in bf16, and under `OnHost` its quantized form. Device memory: under `OnDevice` the
     quantized form; in addition the layer that runs, and under `OnHost` the copy of the layer that follows.
     """
 
-    def __init__(self, chain: Chain, form: Format, location: WeightLocation):
+    def __init__(self, chain: Chain, form: Format, location: WeightLocation, device: torch.device | None = None):
         self._form: Format = form
         self._location = location
+        self._device = device
         self._stored: dict[nn.Parameter, _StoredWeight] = {}
         self._units: list[list[nn.Parameter]] = []  # the matrices of each module of the chain, in forward order
         self._prefetched: dict[int, dict[nn.Parameter, tuple[Tensor, ...]]] = {}  # on the device; at most two units
@@ -97,7 +101,7 @@ class WeightStore:
         self._undo.append(chain.model.register_forward_pre_hook(_ForwardHook(self, 1), prepend=True).remove)
         self._undo.append(chain.model.register_forward_hook(_ForwardHook(self, -1), always_call=True).remove)
         side_stream = location.side_stream if isinstance(location, OnHost) else SideStream
-        self._side = side_stream(next(chain.model.parameters()).device)
+        self._side = side_stream(device or next(chain.model.parameters()).device)
 
     # -- store and restore ----------------------------------------------------------------------------------------
 
@@ -142,17 +146,17 @@ class WeightStore:
 
     def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
         assert self._side is not None
-        quantized = quantize(value.to(parameter.device), self._form)
+        device, is_quantized = self._device or parameter.device, self._form in ("int8", "nf4")
+        quantized = quantize(value.to(device) if is_quantized else value, self._form)
         if isinstance(self._location, OnDevice):
             on_host = value.cpu()
         else:
             on_host = self._side.pinned(value)
-            is_quantized = self._form in ("int8", "nf4")
             parts = tuple(map(self._side.pinned, quantized.parts)) if is_quantized else (on_host,)
             quantized = replace(quantized, parts=parts)
         self._stored[parameter] = _StoredWeight(on_host, quantized)
         read = partial(self._read_now, parameter)
-        replace_by_placeholder(parameter, quantized.parts, self._names[parameter], read)
+        replace_by_placeholder(parameter, quantized.parts, self._names[parameter], read, device=device)
 
     # -- accounting -----------------------------------------------------------------------------------------------
 
