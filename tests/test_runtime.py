@@ -12,6 +12,7 @@ from blocktrain.runtime import (
     environment,
     page_locked,
     peak_memory_bytes,
+    peak_reserved_bytes,
     pick_device,
     read_numbers,
     seed_everything,
@@ -122,3 +123,9 @@ def test_the_environment_can_be_recorded():
     assert recorded["device"] == "cpu"
     assert recorded["processor"]
     assert recorded["commit"] is None or len(recorded["commit"].rstrip("+")) == 40
+
+
+def test_reserved_bytes_are_those_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 if device.index == 1 else 0)
+    assert peak_reserved_bytes(torch.device("cuda", 1)) == 7
+    assert peak_reserved_bytes(torch.device("cpu")) is None

@@ -98,6 +98,11 @@ class TrainingContext:
         return self.config.batch.rows // self.ranks.size
 
     @property
+    def evaluation_rows(self) -> int:
+        """How many validation rows are scored at a time."""
+        return self.config.evaluation.batch_rows or self.micro_rows
+
+    @property
     def trained(self) -> list[Block]:
         """What a visit to each block trains, by the block's index."""
         return self.schedule.trained(self.partition)
