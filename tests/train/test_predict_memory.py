@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import blocktrain as bt
 from blocktrain.optim.block_optimizer import BlockOptimizer
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
-from blocktrain.train.predict_memory import StepShape, logits_width, predicted_peaks, visited_peaks
+from blocktrain.train.predict_memory import StepShape, predicted_peaks, visited_peaks
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 STEP = StepShape(loss=lambda model: model(input_ids=TOKENS, labels=TOKENS).loss, inputs=[TOKENS])
@@ -109,16 +108,3 @@ def test_an_optimizer_that_reads_numbers_can_be_predicted() -> None:
     mine = optimizer()
     other = BlockOptimizer(mine.partition, torch.optim.Adafactor, lr=1e-3)
     assert predicted_peaks(other, STEP)[0].parts["moments"] < predicted_peaks(mine, STEP)[0].parts["moments"]
-
-
-def test_an_evaluation_is_in_the_prediction() -> None:
-    """Its logits, 16 rows of them at a time, were in none."""
-    many = torch.zeros(32, 8, dtype=torch.long)
-    step = replace(STEP, evaluation=lambda model: model(input_ids=many, labels=many).loss)
-    mine = optimizer()
-    for alone, beside, real in zip(
-        predicted_peaks(mine, STEP), predicted_peaks(mine, step), visited_peaks(mine, step), strict=True
-    ):
-        logits = many.numel() * (logits_width(mine.partition) or 0) * 4
-        assert beside.bytes > alone.bytes + logits
-        assert real == beside

@@ -35,16 +35,13 @@ def divisors(rows: int) -> list[int]:
 
 
 def step_shape(context: TrainingContext, micro_rows: int) -> StepShape:
-    """A training step of `context` over its first rows, `micro_rows` at a time, and an evaluation."""
-    settings, validation = context.config.evaluation, context.data.validation
-    scored = range(min(settings.batch_rows or micro_rows, settings.rows, len(validation)))
+    """A training step of `context` over its first rows, `micro_rows` at a time."""
     batch = to_device(context.data.train.batch(range(micro_rows)), context.device)
     return StepShape(
         loss=lambda model: model(**batch).loss,
         micro_steps=math.ceil(context.rank_rows / micro_rows),
         max_grad_norm=context.config.optimizer.max_grad_norm or float("inf"),
         inputs=tuple(batch.values()),
-        evaluation=lambda model: model(**to_device(validation.batch(scored), context.device)).loss,
         saving=lambda partition: saving_memory(partition, context.config.memory),
     )
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
-from blocktrain.chain.freezing import evaluating
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.parts import ACTIVE, BUFFERS, FROZEN, GRADIENTS, INPUTS
 from blocktrain.memory.tracker import MemoryTracker, Peak
@@ -35,7 +34,6 @@ class StepShape:
     """What a step does beside the model: `loss` over each of `micro_steps`, then clip to `max_grad_norm`, update.
 
     inputs: tensors of the batch, counted as such.
-    evaluation: what is computed without gradients between steps, if anything: the loss of validation rows.
     saving: the context manager that saves memory (checkpointing, a chunked loss) around a partition's model.
     """
 
@@ -43,7 +41,6 @@ class StepShape:
     micro_steps: int = 1
     max_grad_norm: float = float("inf")
     inputs: Sequence[Tensor] = ()
-    evaluation: Loss | None = None
     saving: Callable[[Partition], AbstractContextManager[None]] = lambda _partition: nullcontext()
 
 
@@ -130,9 +127,6 @@ def _take(step: StepShape, optimizer: BlockOptimizer, tracker: MemoryTracker) ->
     optimizer.step()
     _label(tracker, optimizer)
     optimizer.zero_grad()
-    if step.evaluation is not None:
-        with evaluating(optimizer.partition.model), torch.no_grad():
-            step.evaluation(optimizer.partition.model)
 
 
 def _label(tracker: MemoryTracker, optimizer: BlockOptimizer) -> None:

@@ -29,8 +29,7 @@ T = TypeVar("T")
 MAX_ENTRIES = 64  # counts that are remembered; each is a few kilobytes
 IGNORED_KEYS = {
     *("name", "seed", "learning_rate", "log_every", "stop", "tracking", "on_nonfinite"),
-    *("checkpoint", "prefix", "sampling"),  # they do not change what a step costs
-    "evaluation",  # how many rows it takes at a time is looked at instead
+    *("evaluation", "checkpoint", "prefix", "sampling"),  # they do not change what a step costs
     "data",  # the first batch is looked at instead
     *("schedule", "distributed"),  # what visits train, the layout and the number of processes are looked at instead
 }
@@ -61,8 +60,7 @@ def _parts(context: TrainingContext) -> Iterator[object]:
     config = to_mapping(context.config, leave_out=IGNORED_KEYS)
     optimizer = {key: value for key, value in config["optimizer"].items() if key != "lr"}
     yield {key: value for key, value in config.items() if key not in IGNORED_KEYS} | {"optimizer": optimizer}
-    evaluation = context.config.evaluation
-    yield [str(context.device), context.micro_rows, context.rank_rows, evaluation.batch_rows, evaluation.rows]
+    yield [str(context.device), context.micro_rows, context.rank_rows]
     yield [context.config.distributed.layout, context.ranks.size]
     yield type(context.model).__qualname__
     for name, tensor in (*context.model.named_parameters(remove_duplicate=False), *context.model.named_buffers()):
