@@ -16,6 +16,7 @@ from blocktrain.runtime import (
     environment,
     page_locked,
     peak_memory_bytes,
+    peak_reserved_bytes,
     pick_device,
     read_numbers,
     result_path,
@@ -174,3 +175,9 @@ def test_every_script_that_writes_a_result_asks_for_its_place():
     assert len(writing) > 20
     lacking = [path.name for path in writing if "type=result_path" not in path.read_text()]
     assert lacking == ["parts.py"]  # it hands its own to run.py
+
+
+def test_reserved_bytes_are_those_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 if device.index == 1 else 0)
+    assert peak_reserved_bytes(torch.device("cuda", 1)) == 7
+    assert peak_reserved_bytes(torch.device("cpu")) is None

@@ -225,6 +225,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """The most that PyTorch's allocator has taken from a GPU so far, unused parts included; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start to measure `peak_memory_bytes` again. The peak of a resident set (on a CPU) cannot be reset."""
     if device.type == "cuda":

@@ -14,9 +14,10 @@ out of a tensor (`reads` counts them, where the caller allows it).
 from __future__ import annotations
 
 import subprocess
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+from blocktrain.chain import model_loading
+from blocktrain.memory import fake
 from blocktrain.modules.dispatch import EagerDispatchMode
 
 SOURCE = """
@@ -62,6 +66,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 """
 
 FREE_BYTES, TOTAL_BYTES = 23 * 10**9, 24 * 10**9
+HOST_BYTES = 64 * 10**9
 
 
 class Stream:
@@ -126,9 +131,13 @@ def install() -> None:
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, answer)
+    fake._without_memory = uncounted()(fake._without_memory)
+    fake.FakeCopy.running = _run_uncounted(fake.FakeCopy.running)  # pyright: ignore[reportAttributeAccessIssue]
+    model_loading.available_memory_bytes = lambda: HOST_BYTES
     nn.Module._apply = _apply  # pyright: ignore[reportAttributeAccessIssue]
     FakeTensorMode.avoid_device_init = True  # pyright: ignore - no real constant can be copied to the card
     FakeTensor.numpy = _zeros  # pyright: ignore[reportAttributeAccessIssue]
+    FakeTensor.data = property(torch.Tensor.data.__get__, _set_data)  # pyright: ignore[reportAttributeAccessIssue]
     torch.accelerator.synchronize = lambda *_: None
     torch.Tensor.record_stream = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -148,6 +157,31 @@ def _apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], re
                     changed[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_new_parameter else value
                 own[name] = changed[id(tensor)]  # pyright: ignore[reportArgumentType]
     return module
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside, `DeviceBytes` counts nothing: the tensors are those of a model's copy without memory."""
+    DeviceBytes.is_counting = False
+    try:
+        yield
+    finally:
+        DeviceBytes.is_counting = True
+
+
+def _run_uncounted(running: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    @contextmanager
+    def run(copy: fake.FakeCopy) -> Iterator[None]:
+        with uncounted(), running(copy):
+            yield
+
+    return run
+
+
+def _set_data(tensor: FakeTensor, value: FakeTensor) -> None:
+    """`tensor.data = value`, where the value may be on another device."""
+    torch.Tensor.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.fake_device = value.fake_device
 
 
 def _zeros(tensor: FakeTensor) -> np.ndarray:
@@ -189,6 +223,38 @@ class HostWaits(EagerDispatchMode):
             if source.device != result.device and blocks:
                 self.seen[f"{func} from {source.device} to {result.device}"] += 1
         return result
+
+
+class DeviceBytes(EagerDispatchMode):
+    """The most bytes that were alive at once, for each kind of device. A model's copy without memory takes none."""
+
+    is_counting = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak: Counter[str] = Counter()
+        self._alive: Counter[str] = Counter()
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and DeviceBytes.is_counting:
+                self._count(tensor.device.type, tensor.untyped_storage())
+        return result
+
+    def _count(self, kind: str, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def forget(_: object) -> None:
+            del self._seen[key]
+            self._alive[kind] -= size
+
+        self._seen[key] = weakref.ref(storage, forget)
+        self._alive[kind] += size
+        self.peak |= self._alive
 
 
 @contextmanager

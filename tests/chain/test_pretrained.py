@@ -67,6 +67,24 @@ def test_weights_are_those_of_the_folder(saved: Path) -> None:
     assert all(torch.equal(parameters[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_saved_in_16_bits_may_stay_so(saved: Path, dtype: torch.dtype) -> None:
+    """All weights were loaded in fp32: twice the memory of a checkpoint in bf16."""
+    edit(saved, lambda tensors: tensors.update({name: value.to(dtype) for name, value in tensors.items()}))
+    model = load_model(ModelConfig(path=str(saved)), keep_16_bits=True)
+    whole = load_model(ModelConfig(path=str(saved)))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+    for mine, theirs in zip(model.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(mine.float(), theirs)
+
+
+def test_weights_of_which_16_bits_would_lose_some_are_loaded_in_fp32(saved: Path) -> None:
+    edit(saved, lambda tensors: tensors.update({"transformer.wte.weight": tensors["transformer.wte.weight"].half()}))
+    model = load_model(ModelConfig(path=str(saved)), keep_16_bits=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_missing_weights_are_an_error(saved: Path) -> None:
     edit(saved, without_layer_1)
     with pytest.raises(

@@ -311,3 +311,17 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError):
         main(["train", str(tmp_path / "none.toml"), "--debug"])
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "expandable_segments:True"), ("backend:native", "backend:native")])
+def test_the_allocator_s_segments_grow_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys, given: str | None, used: str
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    assert main(["config"]) == 0
+    found = {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
+    assert list(found.values()) == [used]

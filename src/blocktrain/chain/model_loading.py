@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from blocktrain.chain.pretrained import load_pretrained
+from blocktrain.chain.pretrained import load_pretrained, lossless_dtype
 from blocktrain.chain.resnet import resnet
 from blocktrain.errors import ConfigError, nearest
 from blocktrain.parse import json_kind, parse_json, shown
@@ -92,6 +92,7 @@ def load_model(
     row_tokens: int | None = None,
     classes: Sequence[str] | None = None,
     pad_token: int | None = None,
+    keep_16_bits: bool = False,
 ) -> nn.Module:
     """The model that `config` names, on the CPU in fp32; random weights come from torch's global generator.
 
@@ -101,13 +102,15 @@ def load_model(
     classes: names of the classes; the model then has a classification head, over texts if there is a vocabulary, else
         over images. Without classes it predicts tokens.
     pad_token: the token that fills up texts; a decoder classifies by the last token before it.
+    keep_16_bits: leave weights that are saved in bf16 or fp16 in it, which takes half the memory. (Where some of them
+        are drawn, a new head or new embeddings, all are in fp32.)
 
     Raises `ConfigError` for a model that does not exist, cannot be built, or does not fit the data.
     """
     depth = _depth_of_resnet(config.architecture)
     if depth is not None:
         return _resnet(depth, config.config, None if vocab_size is not None or classes is None else len(classes))
-    model = _hugging_face(config, vocab_size, classes)
+    model = _hugging_face(config, vocab_size, classes, keep_16_bits=keep_16_bits and not config.resize_vocabulary)
     vocabulary = getattr(cast(Any, model.config).get_text_config(), "vocab_size", None)
     if vocab_size is not None and vocabulary is not None and vocabulary < vocab_size:
         if not config.resize_vocabulary:
@@ -154,7 +157,9 @@ def _resnet(depth: int, settings: dict[str, Any], num_classes: int | None) -> nn
     return resnet(depth, outputs, shortcut=settings.get("shortcut"))
 
 
-def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None) -> nn.Module:
+def _hugging_face(
+    config: ModelConfig, vocab_size: int | None, classes: Sequence[str] | None, *, keep_16_bits: bool
+) -> nn.Module:
     import transformers
 
     cls: Any = transformers.AutoModelForCausalLM  # the class for what the model predicts
@@ -187,9 +192,11 @@ def _hugging_face(config: ModelConfig, vocab_size: int | None, classes: Sequence
     if config.weights == "random":
         return _of_architecture(cls, settings, path, config.config)
     _require_class(cls, settings, path)
-    _require_memory(cls, settings, path)
+    dtype = lossless_dtype(path) if keep_16_bits and classes is None else torch.float32
+    _require_memory(cls, settings, path, dtype)
+    has_new_head, ignored = classes is not None, config.ignore_weights
     with library_errors(f"model.path '{path}' cannot be loaded", lambda: _odd_saved_settings(path, config.config)):
-        return load_pretrained(cls, path, settings, has_new_head=classes is not None, ignored=config.ignore_weights)
+        return load_pretrained(cls, path, settings, has_new_head=has_new_head, ignored=ignored, dtype=dtype)
 
 
 def _set_attention(settings: Any, attention: str | None) -> None:
@@ -206,17 +213,17 @@ def _of_architecture(cls: Any, settings: Any, name: str, given: dict[str, Any]) 
         return cls.from_config(settings).float()
 
 
-def _require_memory(cls: Any, settings: Any, name: str) -> None:
+def _require_memory(cls: Any, settings: Any, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Raise `ConfigError` for a model that this machine cannot hold, before the kernel ends the process for it."""
     if torch.get_default_device().type == "meta":
         return
     size = 0
     with suppress(Exception), torch.device("meta"):  # some models cannot be built there
-        size = sum(4 * parameter.numel() for parameter in cls.from_config(settings).parameters())
+        size = sum(dtype.itemsize * parameter.numel() for parameter in cls.from_config(settings).parameters())
     if size > available_memory_bytes():
         raise ConfigError(
-            f"'{name}' takes {format_bytes(size)} in fp32, and {format_bytes(available_memory_bytes())} of memory are "
-            "free; choose a smaller model or another machine"
+            f"'{name}' takes {format_bytes(size)} in {'fp32' if dtype == torch.float32 else '16 bits'}, and "
+            f"{format_bytes(available_memory_bytes())} of memory are free; choose a smaller model or another machine"
         )
 
 

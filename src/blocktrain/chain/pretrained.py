@@ -28,12 +28,22 @@ log = logging.getLogger(__name__)
 SHOWN = 4  # names of tensors in a message
 
 
-def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, ignored: Sequence[str]) -> nn.Module:
-    """The model of class `cls` (an auto class of transformers) with the weights at `path`, on the CPU in fp32.
+def load_pretrained(
+    cls: Any,
+    path: str,
+    settings: Any,
+    *,
+    has_new_head: bool,
+    ignored: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """The model of class `cls` (an auto class of transformers) with the weights at `path`, on the CPU.
 
     settings: the model's configuration.
     has_new_head: the model classifies, so the parameters of its head may be missing at `path`.
     ignored: patterns (`*` and `?`) of tensors at `path` that the model has no place for and that may be left out.
+    dtype: of the parameters. A model that would make its buffers (tables of positions) in less than fp32 is loaded in
+        fp32 all the same.
 
     Raises `ConfigError` if weights are missing, damaged, of another shape, or have no place in the model; other errors
     of transformers pass.
@@ -44,7 +54,7 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
             model, found = cls.from_pretrained(
                 path,
                 config=settings,
-                dtype=torch.float32,
+                dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # they are reported below, with their names
@@ -52,6 +62,9 @@ def load_pretrained(cls: Any, path: str, settings: Any, *, has_new_head: bool, i
             )
         except SafetensorError as error:
             raise ConfigError(f"the weights at model.path '{path}' are damaged, or not all there: {error}") from error
+    if dtype != torch.float32 and any(b.is_floating_point() and b.dtype != torch.float32 for b in model.buffers()):
+        del model
+        return load_pretrained(cls, path, settings, has_new_head=has_new_head, ignored=ignored)
     of_head = _head_parameters(model) if has_new_head else set()
     drawn = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     _require_shapes([entry for entry in found["mismatched_keys"] if entry[0] not in of_head], path)
@@ -74,6 +87,22 @@ def saved_dtype(path: str) -> torch.dtype:
     `path` is a folder or hub name whose weights `load_pretrained` has loaded. What its configuration says is not asked:
     some name another dtype than that of their weights.
     """
+    ((most, _),) = _saved_scalars(path).most_common(1) or (("F32", 0),)
+    return _HALVES.get(most, torch.float32)
+
+
+def lossless_dtype(path: str) -> torch.dtype:
+    """bf16 or fp16 where all the weights at `path` are in it, else fp32. Of a name on the hub whose weights were never
+    downloaded it knows nothing, and says fp32."""
+    saved = list(_saved_scalars(path))
+    return _HALVES.get(saved[0], torch.float32) if len(saved) == 1 else torch.float32
+
+
+_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _saved_scalars(path: str) -> Counter[str]:
+    """How many scalars the files at `path` have in each dtype, as safetensors calls it."""
     from transformers.utils.hub import cached_file
 
     with library_errors(f"model.path '{path}' cannot be loaded"):
@@ -84,8 +113,7 @@ def saved_dtype(path: str) -> torch.dtype:
             for name in weights.keys():  # noqa: SIM118 - it is no mapping
                 entry = weights.get_slice(name)
                 scalars[entry.get_dtype()] += math.prod(entry.get_shape())
-    ((most, _),) = scalars.most_common(1) or (("F32", 0),)
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
+    return scalars
 
 
 def _head_parameters(model: Any) -> set[str]:

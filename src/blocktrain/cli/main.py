@@ -27,6 +27,9 @@ from blocktrain.parse import printable
 
 DESCRIPTION = "Train every parameter of a model, one block at a time, on GPUs you can afford."
 
+# With segments that grow, a GPU's allocator keeps little that it cannot use: blocks of different sizes come and go.
+_ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+
 COMMANDS = (
     FINETUNE,
     INIT,
@@ -60,6 +63,8 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     replace_what_cannot_be_encoded()
+    if not os.environ.keys() & _ALLOCATOR_SETTINGS:  # before PyTorch starts
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     try:
         options = parser().parse_args(arguments)
     except BlocktrainError as error:

@@ -91,17 +91,19 @@ class Int8Layers:
     In eval mode (an evaluation, answers that are generated) and between visits they compute exactly. Layers of `exact`
     always do, as do those whose shape the device's int8 product cannot take; what is left out for that is logged once.
 
+    device: where the model computes; by default where its weights are.
+
     Memory: one byte for each frozen weight, made when the layer first runs and freed when its block becomes active.
     """
 
-    def __init__(self, model: nn.Module, *, exact: Iterable[nn.Module]):
+    def __init__(self, model: nn.Module, *, exact: Iterable[nn.Module], device: torch.device | None = None):
         self.weights: dict[nn.Parameter, Int8Weight] = {}
         self.parameters: dict[nn.Parameter, bool] = {}  # those that can be quantized -> whether they are (in, out)
         self._versions: dict[nn.Parameter, int] = {}
         self._active: tuple[nn.Module, ...] = ()  # the modules of the block that is trained
         self._undo: list[Callable[[], None]] = []
         first = next(model.parameters())
-        device, is_fake = first.device, isinstance(first, FakeTensor)
+        device, is_fake = device or first.device, isinstance(first, FakeTensor)
         if not is_fake:
             _require_product(device)
         kept = {part for module in exact for part in module.modules()}

@@ -95,15 +95,20 @@ def replace_by_placeholder(
     backing: tuple[Tensor, ...],
     name: str,
     materialize: Callable[[], Tensor | None],
+    *,
+    device: torch.device,
 ) -> None:
     """Free the memory of `parameter`; from now on the tensors `backing` hold its value.
 
-    name: what messages call it. materialize: a tensor with its value, or None while nothing may read it.
+    name: what messages call it. materialize: a tensor with its value, or None while nothing may read it. device: where
+    the parameter is from now on, for whoever asks.
     """
     if is_placeholder(parameter):  # it gets another value
         cast(_Placeholder, parameter)._backing_tensors = backing
         return
-    nan = parameter.data.new_full((), torch.nan)  # a backstop for code that reads memory without asking PyTorch
+    nan = parameter.data.new_full(
+        (), torch.nan, device=device
+    )  # a backstop for code that reads memory without asking PyTorch
     if not isinstance(parameter, FakeTensor) and type(parameter) is not nn.Parameter:
         raise ConfigError(
             f"'{name}' is a {type(parameter).__name__}, whose value cannot be stored elsewhere: keep frozen weights as "

@@ -52,6 +52,8 @@ class BlockOptimizer:
     frozen_dropout: let dropout act in frozen layers.
     others: (class, keyword arguments) for parameters that `optimizer_class` cannot take.
     tail: updates other weights inside each backward pass, such as `bt.Tail` (see `BackwardUpdate`).
+    device: where the model is trained; by default where it is. A model on the host goes there weight by weight, in the
+        form in which frozen weights are stored, so the device never holds more than training needs.
     in_backward: update each weight during the backward pass; a step is then one backward pass (`step_in_backward.py`).
 
     Device memory during a visit, in addition to the weights (`weight_bytes`): gradients and state of the active block,
@@ -72,6 +74,7 @@ class BlockOptimizer:
         others: OptimizerChoice | None = None,
         tail: BackwardUpdate | None = None,
         in_backward: bool = False,
+        device: torch.device | None = None,
         **kwargs: Any,
     ):
         if not isinstance(partition, Partition):
@@ -101,8 +104,8 @@ class BlockOptimizer:
         self._require_frozen_compute()
         release(partition)
         head = partition.chain.layers[-1].modules.values()
-        int8 = Int8Layers(partition.model, exact=head) if frozen_compute == "int8" else None
-        self._weights = BlockWeights(partition, precision, frozen, int8)
+        int8 = Int8Layers(partition.model, exact=head, device=device) if frozen_compute == "int8" else None
+        self._weights = BlockWeights(partition, precision, frozen, device, int8)
         self.store.clear()
 
     def rebind(self, partition: Partition) -> BlockOptimizer:

@@ -1,6 +1,7 @@
 """Takes a block's weights from frozen (in low precision) to active (with fp32 masters) and back.
 
-construct   lower every weight to the compute dtype, keep the low bits, store the matrices (see `weight_store.py`)
+construct   lower every weight to the compute dtype, keep the low bits, store the matrices (see `weight_store.py`), move
+            the others to the device: one weight after the other, so a model on the host is never whole on the device
 activate    restore the block's matrices; its masters are its weights joined with the low bits
 retire      keep the new low bits, then store the matrices again
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocktrain.chain.block import Block, Partition
 from blocktrain.errors import CheckpointError, ConfigError
@@ -24,12 +25,19 @@ class BlockWeights:
     """The weights of a partition's blocks. Constructing lowers and stores those of the whole model, parameters that no
     block may train included.
 
+    device: where the model computes; None leaves every weight and buffer where it is.
+
     low_bits: by block, the bits of its masters that its weights lack while it is frozen.
     int8: the linear layers that compute in int8 while they are frozen; None: all compute exactly.
     """
 
     def __init__(
-        self, partition: Partition, precision: Precision, location: WeightLocation, int8: Int8Layers | None = None
+        self,
+        partition: Partition,
+        precision: Precision,
+        location: WeightLocation,
+        device: torch.device | None = None,
+        int8: Int8Layers | None = None,
     ):
         for name, parameter in partition.whole.parameters.items():
             # 16 bits without a master lose small updates; nobody should train so without having asked for it.
@@ -42,19 +50,27 @@ class BlockWeights:
         self._precision = precision
         self._partition = partition
         self._int8 = int8
-        self._store = WeightStore(partition.chain, precision.frozen, location, int8)
+        self._store = WeightStore(partition.chain, precision.frozen, location, device, int8)
+        self._device = device
         for name, parameter in partition.whole.parameters.items():  # each is stored before the next is lowered
             low_bits = lower(parameter) if precision.has_master else None
             if low_bits is not None and precision.keeps_low_bits:
                 for block in partition:
                     if name in block.parameters:
                         self.low_bits[block.index][name] = block.part(name, low_bits)
-            self._store.store([parameter])
+            self._store_or_move(parameter)
         for parameter in partition.chain.untrained_parameters.values():  # they only have to fit what runs beside them
-            if parameter.is_floating_point():
-                if precision.has_master:
-                    lower(parameter)
-                self._store.store([parameter])
+            if parameter.is_floating_point() and precision.has_master:
+                lower(parameter)
+            self._store_or_move(parameter)
+        for module in partition.model.modules() if device is not None else ():
+            module._buffers.update({k: b.to(device) for k, b in module._buffers.items() if b is not None})
+
+    def _store_or_move(self, parameter: nn.Parameter) -> None:
+        if parameter.is_floating_point():
+            self._store.store([parameter])
+        if self._device is not None and parameter.device != self._device:
+            parameter.data = parameter.data.to(self._device)
 
     def activate(self, block: Block) -> Masters | None:
         """Restore a block's weights for training. Returns its masters, if it needs any."""

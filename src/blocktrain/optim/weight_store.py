@@ -64,6 +64,9 @@ class WeightStore:
 
     With `OnDevice` and a format of 16 or 32 bits there is nothing to do: weights stay in their parameters.
 
+    device: where the model computes; by default where its weights are. Weights elsewhere go there as they are stored,
+        one at a time.
+
     Host memory: 2 bytes a weight in bf16, and under `OnHost` its quantized form. Device memory: under `OnDevice` the
     quantized form; in addition the layer that runs, and under `OnHost` the copy of the layer that follows.
 
@@ -71,9 +74,17 @@ class WeightStore:
         with are all that is stored of their weights, and are not materialized for them. Not for `OnHost`.
     """
 
-    def __init__(self, chain: Chain, form: Format, location: WeightLocation, int8: Int8Layers | None = None):
+    def __init__(
+        self,
+        chain: Chain,
+        form: Format,
+        location: WeightLocation,
+        device: torch.device | None = None,
+        int8: Int8Layers | None = None,
+    ):
         self._form: Format = form
         self._location = location
+        self._device = device
         self._int8 = int8
         self._stored: dict[nn.Parameter, _StoredWeight] = {}
         self._units: list[list[nn.Parameter]] = []  # the matrices of each module of the chain, in forward order
@@ -102,7 +113,7 @@ class WeightStore:
         self._undo.append(chain.model.register_forward_pre_hook(_ForwardHook(self, 1), prepend=True).remove)
         self._undo.append(chain.model.register_forward_hook(_ForwardHook(self, -1), always_call=True).remove)
         side_stream = location.side_stream if isinstance(location, OnHost) else SideStream
-        self._side = side_stream(next(chain.model.parameters()).device)
+        self._side = side_stream(device or next(chain.model.parameters()).device)
 
     # -- store and restore ----------------------------------------------------------------------------------------
 
@@ -147,22 +158,22 @@ class WeightStore:
 
     def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
         assert self._side is not None
-        on_device = value.to(parameter.device)
+        device, is_quantized = self._device or parameter.device, self._form in ("int8", "nf4")
+        given = value.to(device) if is_quantized else value
         if isinstance(self._location, OnDevice):
             on_host = value.cpu()
             if self._int8 is not None and parameter in self._int8.parameters:
-                quantized = self._int8.put(parameter, on_device)
+                quantized = self._int8.put(parameter, given)
             else:
-                quantized = quantize(on_device, self._form)
+                quantized = quantize(given, self._form)
         else:
-            quantized = quantize(on_device, self._form)
+            quantized = quantize(given, self._form)
             on_host = self._side.pinned(value)
-            is_quantized = self._form in ("int8", "nf4")
             parts = tuple(map(self._side.pinned, quantized.parts)) if is_quantized else (on_host,)
             quantized = replace(quantized, parts=parts)
         self._stored[parameter] = _StoredWeight(on_host, quantized)
         read = partial(self._read_now, parameter)
-        replace_by_placeholder(parameter, quantized.parts, self._names[parameter], read)
+        replace_by_placeholder(parameter, quantized.parts, self._names[parameter], read, device=device)
 
     # -- accounting -----------------------------------------------------------------------------------------------
 

@@ -264,7 +264,8 @@ class CacheUse(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class VisitEnd(Record):
-    """The active block retired, and why."""
+    """The active block retired, and why. peak_reserved_bytes: what the allocator had taken from a GPU at most; the
+    difference to peak_memory_bytes is what it could not use."""
 
     kind: ClassVar[str] = "retire"
     visit: int
@@ -275,6 +276,7 @@ class VisitEnd(Record):
     seconds: float
     reason: str
     peak_memory_bytes: int | None = None
+    peak_reserved_bytes: int | None = optional(None)
 
 
 @dataclass(frozen=True, kw_only=True)

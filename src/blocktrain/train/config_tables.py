@@ -171,7 +171,8 @@ class EvaluationConfig:
 
     every: how often, beside the start and the end.
     rows: how many validation rows, the same first ones each time.
-    batch_rows: how many at a time.
+    batch_rows: how many at a time; none: as many as a training step takes at a time (`batch.micro_rows`), which needs
+        less memory than the step.
     generate: the number of validation conversations whose answers are generated and compared with the reference.
     new_tokens: the most an answer has.
     answer_marker: compare only the word or number behind it ("####" for GSM8K); None: the whole text.
@@ -179,13 +180,13 @@ class EvaluationConfig:
 
     every: Duration = Duration.steps(100)
     rows: int = 256
-    batch_rows: int = 16
+    batch_rows: int | None = None
     generate: int = 0
     new_tokens: int = 256
     answer_marker: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.batch_rows < 1 or self.new_tokens < 1:
+        if self.rows < 1 or self.new_tokens < 1 or (self.batch_rows is not None and self.batch_rows < 1):
             raise ConfigError(
                 "rows, batch_rows and new_tokens must be at least 1, not "
                 f"{self.rows}, {self.batch_rows} and {self.new_tokens}"

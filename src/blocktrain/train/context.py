@@ -44,8 +44,9 @@ from blocktrain.units import BatchGeometry
 def require_separate_conversations(model: nn.Module, data: TrainingData) -> None:
     """Raise `ConfigError` if `model` lets conversations that are packed into one row see each other.
 
-    Compares the logits of one row of several conversations with those of each conversation alone: architectures that
-    build their masks without position ids (OPT, BLOOM and Falcon in transformers 5.23) take such a row for one text.
+    Compares the logits of one row with those of the same row with other tokens in its first conversation: architectures
+    that build their masks without position ids (OPT, BLOOM and Falcon in transformers 5.23) take such a row for one
+    text. Both passes have the same shapes, so low precision rounds alike and hides nothing.
     """
     rows = data.train
     if not isinstance(rows, ChatRows) or rows.layout != "packed":
@@ -53,19 +54,19 @@ def require_separate_conversations(model: nn.Module, data: TrainingData) -> None
     packed = next((index for index in range(len(rows)) if len(rows.conversations(index)) > 1), None)
     if packed is None:
         return
+    row, first = rows.batch([packed]), len(rows.conversations(packed)[0])
+    end = sum(len(ids) for ids in rows.conversations(packed))
+    ids = row["input_ids"]
+    vocabulary = int(ids.max()) + 1
+    changed = {**row, "input_ids": torch.cat([(ids[:, :first] + 1) % vocabulary, ids[:, first:]], 1)}
     device = next(model.parameters()).device
     with evaluating(model):
-        row_logits = model(**to_device(rows.batch([packed]), device)).logits[0]  # (T, vocabulary)
-        at = 0
-        for ids in rows.conversations(packed):
-            alone = model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0]
-            in_row = row_logits[at : at + len(ids)]
-            if not torch.allclose(in_row, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
-                raise ConfigError(
-                    f"{type(model).__name__} does not keep the conversations of a packed row apart (its masks do not "
-                    "follow from position ids); set chat.layout = 'padded'"
-                )
-            at += len(ids)
+        logits, others = (model(**to_device(batch, device)).logits[0, first:end] for batch in (row, changed))
+    if not torch.allclose(logits, others, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        raise ConfigError(
+            f"{type(model).__name__} does not keep the conversations of a packed row apart (its masks do not "
+            "follow from position ids); set chat.layout = 'padded'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +98,11 @@ class TrainingContext:
         return self.config.batch.rows // self.ranks.size
 
     @property
+    def evaluation_rows(self) -> int:
+        """How many validation rows are scored at a time."""
+        return self.config.evaluation.batch_rows or self.micro_rows
+
+    @property
     def trained(self) -> list[Block]:
         """What a visit to each block trains, by the block's index."""
         return self.schedule.trained(self.partition)
@@ -125,20 +131,18 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     """Open the data, build the model and its partition. `folder` is the run's, for moments kept on disk; `ranks` are
     the processes of the run, None for this one alone."""
     ranks = ranks or Ranks()
-    # Shards go to their device layer by layer, when they are cut: whole, the model may not fit there.
+    # Whole, the model may not fit on the device: the optimizer moves it weight by weight, and shards go there layer by
+    # layer when they are cut.
     device = torch.device("cpu") if is_sharded(config, ranks) else pick_device(config.device)
     data = config.data_kind.open(config.data, seed=config.seed)
     seed_everything(config.seed)
     facts = DataFacts.of(data, config.data)
-    model = load_model_for(config.model, facts).to(device)
-    require_separate_conversations(model, data)
+    choose_kernels(config.memory.kernels, device)
+    has_masters = preset(config.precision).has_master and not is_sharded(config, ranks)
+    model = load_model_for(config.model, facts, keep_16_bits=has_masters)
     batch = data.train.batch([0])
     parts = partition_by_config(model, config.blocks, batch=batch)
-    growth = IdentityLayers(parts.chain, to_device(batch, device)) if config.model.zero_residuals else None
-    choose_kernels(config.memory.kernels, device)
-    if config.memory.loss_chunk is not None:
-        with evaluating(model):
-            check_chunked(model, to_device(batch, device))
+    growth = IdentityLayers(parts.chain, batch) if config.model.zero_residuals else None
     schedule = config.schedule.build(seed=config.seed)
     next(schedule.visits(parts))  # a list of blocks and the span are checked against the partition now
     rows = config.batch.rows
@@ -147,6 +151,11 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     order = ShuffledRows(len(data.train), seed=config.seed)
     plan = RowPlan(order, config.sampling, rows_per_step=rows, rank=ranks.rank, ranks=ranks.size)
     micro_rows, rank_rows = config.batch.micro_rows, rows // ranks.size
+    optimizer = optimizer_of(config, parts, folder, ranks, device=device)
+    require_separate_conversations(model, data)
+    if config.memory.loss_chunk is not None:
+        with evaluating(model):
+            check_chunked(model, to_device(batch, device))
     context = TrainingContext(
         config=config,
         micro_rows=min(micro_rows, rank_rows) if isinstance(micro_rows, int) else rank_rows,
@@ -154,7 +163,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
         model=model,
         partition=parts,
         growth=growth,
-        optimizer=optimizer_of(config, parts, folder, ranks),
+        optimizer=optimizer,
         data=data,
         facts=facts,
         rows=plan,
@@ -172,7 +181,7 @@ def build(config: RunConfig, folder: Path, ranks: Ranks | None = None) -> Traini
     return context
 
 
-def load_model_for(config: ModelConfig, facts: DataFacts) -> nn.Module:
+def load_model_for(config: ModelConfig, facts: DataFacts, *, keep_16_bits: bool = False) -> nn.Module:
     """The model that `config` names, for data of which these are the facts. See `load_model`."""
     return load_model(
         config,
@@ -180,6 +189,7 @@ def load_model_for(config: ModelConfig, facts: DataFacts) -> nn.Module:
         row_tokens=facts.row_tokens,
         classes=facts.classes,
         pad_token=facts.pad_token,
+        keep_16_bits=keep_16_bits,
     )
 
 
@@ -230,10 +240,12 @@ def optimizer_of(
     ranks: Ranks,
     *,
     on_host: OnHost = OnHost(),  # noqa: B008 - a value
+    device: torch.device | None = None,
 ) -> BlockOptimizer:
     """The optimizer that `config` describes, over `parts`.
 
-    folder: the run's, for moments that are kept on disk. on_host: how frozen weights on the host are copied.
+    folder: the run's, for moments that are kept on disk. on_host: how frozen weights on the host are copied. device:
+    where the model goes; None leaves it where it is.
 
     With FSDP the shards are the fp32 masters, whatever dtype they are gathered in for compute.
     """
@@ -257,5 +269,6 @@ def optimizer_of(
         frozen_dropout=config.blocks.frozen_dropout,
         tail=None if options.tail == "none" else Tail(rule=options.tail, share=options.tail_share),
         in_backward=options.in_backward,
+        device=device,
         **keywords,
     )

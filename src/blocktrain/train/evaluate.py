@@ -32,8 +32,8 @@ def ask(context: TrainingContext, model: nn.Module, *, step: int) -> list[Sample
     count = min(settings.generate, conversations.num_conversations)
     found = [conversations.prompt_and_answer(index) for index in range(count)]
     samples = []
-    for start in range(0, len(found), settings.batch_rows):
-        part = found[start : start + settings.batch_rows]
+    for start in range(0, len(found), context.evaluation_rows):
+        part = found[start : start + context.evaluation_rows]
         answers = greedy(model, [prompt for prompt, _ in part], tokenizer.eos, settings.new_tokens)
         for (prompt, wanted), ids in zip(part, answers, strict=True):
             text, expected = (tokenizer.decode(_until(each, tokenizer.eos).tolist()).strip() for each in (ids, wanted))
@@ -160,7 +160,7 @@ def evaluate(context: TrainingContext, model: nn.Module, *, step: int) -> tuple[
             context.data,
             model,
             rows=settings.rows,
-            batch_rows=settings.batch_rows,
+            batch_rows=context.evaluation_rows,
             device=context.device,
             ranks=context.ranks,
         )

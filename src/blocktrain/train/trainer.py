@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from blocktrain.errors import CheckpointError, Interrupted, NonFiniteError
 from blocktrain.records.log import EventLog, NoLog
 from blocktrain.records.run_records import Evaluation, Opening, Record, RunEnd, Step, VisitEnd, VisitStart
-from blocktrain.runtime import peak_memory_bytes, reset_peak_memory
+from blocktrain.runtime import peak_memory_bytes, peak_reserved_bytes, reset_peak_memory
 from blocktrain.schedule import Visit
 from blocktrain.stopping import Observation, best_evaluation
 from blocktrain.train.checkpoint import CheckpointHeader, TrainerState, checkpoints, load_checkpoint, read_header
@@ -153,7 +153,14 @@ class Trainer:
             peak = peak_memory_bytes(context.device)
             self._peak_bytes = max(self._peak_bytes, peak)
             reason = progress.visit_over or progress.run_over or ""
-            self._emit(VisitEnd(**self._position(visit).fields(), reason=reason, peak_memory_bytes=peak))
+            self._emit(
+                VisitEnd(
+                    **self._position(visit).fields(),
+                    reason=reason,
+                    peak_memory_bytes=peak,
+                    peak_reserved_bytes=peak_reserved_bytes(context.device),
+                )
+            )
             progress.visit, progress.visit_step, progress.visit_over = visit.index + 1, 0, None
         progress.run_over = progress.run_over or f"{progress.sweep + 1} sweeps done"
         if progress.evaluated != progress.step:
@@ -266,7 +273,7 @@ class Trainer:
         """Score the model as it is now, and log it. `block` is the index of the active one; None between visits."""
         progress, module = self.progress, self._prepared.module
         module.settle()
-        rows = self.context.config.evaluation.batch_rows
+        rows = self.context.evaluation_rows
         with self._advise(f"while evaluating {rows} rows at a time (evaluation.batch_rows)"):
             score, samples = evaluate(self.context, module.model, step=progress.step)
         progress.evaluated, progress.score = progress.step, score.to_event()
