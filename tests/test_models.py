@@ -428,6 +428,8 @@ def test_the_page_has_every_model_and_counts_what_its_table_says() -> None:
         pytest.skip("the page was written with another transformers, which has other models")
     assert list(rows) == list(ENTRIES), "docs/models.md is out of date: python -m tests.test_models"
     assert text.startswith(head)
+    readme = (PAGE.parent.parent / "README.md").read_text()
+    assert f"{passing} of the {built} that are tested pass every check" in readme
 
 
 def _quiet() -> None:
