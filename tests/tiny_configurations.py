@@ -18,12 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 LAYERS = 3
 LAYER_COUNTS = (
     r"(num_(hidden_)?|n_?|decoder_|encoder_|num_encoder_|num_decoder_|max_window_|encoder_num_|decoder_num_)?layers?"
+    r"(_per_stack)?"
 )
 # The first pattern that matches a setting's whole name gives its value. Settings that match none stay as they are.
 SIZES: dict[str, Any] = {
-    r"(.*_)?vocab_size.*": 64,
+    r"(.*_)?vocab(_size.*)?": 64,
     LAYER_COUNTS: LAYERS,
-    r"(hidden_size|d_model|n_embd|dim|embedding_size|word_embed_proj_dim|emb_dim|embedding_dim)": 32,
+    r"(hidden_size(_global)?|d_model|n_embd|dim|embedding_size|word_embed_proj_dim|emb_dim|embedding_dim)": 32,
+    r"adapter_(in|out)(_dim|put_size)": 32,
     r"(num_key_value_heads|num_kv_heads|n_head_kv)": 2,
     r"(num_(attention_|q_)?heads?|n_?heads?|(en|de)coder_attention_heads|num_(en|de)coder_attention_heads)": 4,
     r"(.*head_dim|rotary_dim|d_kv|kv_channels|.*d_head|qk_nope_.*|qk_rope_.*|mamba_n(um)?_heads)": 8,
@@ -46,7 +48,7 @@ def tiny(name: str) -> Any:
     """The configuration of `model_type` `name` with small sizes."""
     cls = CONFIG_MAPPING[name]
     with contextlib.suppress(ValueError):  # the defaults of a few contradict each other
-        return cls(**_shrunk(cls().to_dict()) | SPECIAL.get(name, {}))
+        return cls(**_shrunk(cls().to_dict()))
     return cls(**SPECIAL[name])
 
 
@@ -73,7 +75,7 @@ def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
             small[key] = UNSET.get(key) if value is None else value
     if small.get("kv_lora_rank"):  # keys and values of all heads come from one vector
         small["num_key_value_heads"] = small["num_attention_heads"]
-    return small
+    return small | SPECIAL.get(settings.get("model_type", ""), {})
 
 
 def _one_of_each(kinds: list[str]) -> list[int]:
@@ -89,6 +91,7 @@ MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA_HEADS,
     "big_bird": {"attention_type": "original_full"},  # short rows have no sparse blocks
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         "layer_types": ["full_attention"] * 3,
@@ -96,7 +99,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"rope_head_dim": 8},
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "per_layer_config": {
+            1: {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "head_dim": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+            }
+        },
+    },
     "falcon_h1": {"mamba_n_heads": 6, "mamba_d_ssm": 48},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -109,6 +126,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "qwen2_5_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

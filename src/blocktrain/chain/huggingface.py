@@ -242,9 +242,15 @@ class _Pass:
     def _modules(self) -> dict[str, nn.Module]:
         return dict(self.model.named_modules(remove_duplicate=False))
 
+    @cached_property
+    def _calls_by_module(self) -> dict[nn.Module, list[_Call]]:
+        calls: dict[nn.Module, list[_Call]] = {}
+        for call in self.calls:
+            calls.setdefault(call.module, []).append(call)
+        return calls
+
     def _calls_of(self, path: str) -> list[_Call]:
-        module = self._modules[path]
-        return [call for call in self.calls if call.module is module]
+        return self._calls_by_module.get(self._modules[path], [])
 
     def _position(self, call: _Call, layers: Sequence[str]) -> int:
         layer_calls = [self._calls_of(layer)[0] for layer in layers]
