@@ -30,6 +30,9 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
 
 RENAMED_PARTS = {"optimizer": "moments"}  # parts of memory in the `cost` record
 
+# Keys of a run's record that came later, with the values that leave a run what it was: table -> key -> value.
+ADDED: dict[str, dict[str, str]] = {"memory": {"frozen_compute": "exact"}}
+
 # Keys of a record that are measured.
 MEASURED = {"seconds", "peak_memory_bytes", "fill_seconds", "wait_seconds", "seconds_saved"}
 
@@ -84,11 +87,13 @@ def _with_renamed_parts(memory: dict[str, int]) -> dict[str, int]:
 
 
 def renamed(recording: Recording) -> Recording:
-    """A recording with today's names in place of those of `RENAMED_VALUES` and `RENAMED_PARTS`."""
+    """A recording with today's names in place of those of `RENAMED_VALUES` and `RENAMED_PARTS`, and with `ADDED`."""
 
     def rename(event: dict[str, Any]) -> dict[str, Any]:
         tables = {key: RENAMED_VALUES.get((event["kind"], key), {}) for key in event}
         event = {key: tables[key].get(value, value) if tables[key] else value for key, value in event.items()}
+        if event["kind"] == "run":
+            event |= {table: {**event[table], **keys} for table, keys in ADDED.items() if table in event}
         if event["kind"] == "cost":
             full, *blocks = (
                 _with_renamed_parts(part) for part in (event["memory"]["full"], *event["memory"]["blocks"])
