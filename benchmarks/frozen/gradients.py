@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import blocktrain as bt
 from blocktrain.modules.int8_linear import FrozenCompute, Int8Weight, _int_mm, _quantize_rows
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 
 WINDOWS, TOKENS, THIRDS = 1, 512, 3
 BUILT = Int8Weight.forward  # 16 bits of what is multiplied with a weight
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gradients.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("gradients.json")))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     result = measure(arguments.model, arguments.text)

@@ -29,7 +29,7 @@ import blocktrain as bt
 from blocktrain.chain.boundary import BoundaryRunner
 from blocktrain.modules.int8_linear import FrozenCompute
 from blocktrain.optim.precision import BF16_EXACT, FP32, Precision
-from blocktrain.runtime import environment
+from blocktrain.runtime import environment, result_path
 
 WIDTH, VOCABULARY, ROWS = 1024, 4096, 4
 ARMS: dict[str, tuple[Precision, FrozenCompute]] = {
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 3, 6, 12])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("step.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("step.json")))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = build(arguments.layers)

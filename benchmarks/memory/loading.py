@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
 from blocktrain.records.run_records import MemoryPeaks
-from blocktrain.runtime import environment, pick_device
+from blocktrain.runtime import environment, pick_device, result_path
 from blocktrain.train.config import RunConfig
 
 SIZES: dict[str, Any] = {
@@ -101,7 +101,7 @@ def main() -> None:
     """Measure each precision in a process of its own, print a table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="*", default=["nf4"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loading.json"))
+    parser.add_argument("--out", type=result_path, default=str(Path(__file__).with_name("loading.json")))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

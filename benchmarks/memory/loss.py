@@ -67,7 +67,7 @@ def loss_of_export(run: RunFolder) -> float:
     settings = config.evaluation
     with evaluating(context.model):
         scored = score(
-            context.data, context.model, rows=settings.rows, batch_rows=settings.batch_rows, device=context.device
+            context.data, context.model, rows=settings.rows, batch_rows=context.evaluation_rows, device=context.device
         )
     return scored.loss
 

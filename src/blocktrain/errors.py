@@ -93,7 +93,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     lowered = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.7)
+    like = {name: own for name, own in lowered.items() if name[:1] == word[:1].lower()}  # may be less alike
+    close = difflib.get_close_matches(word.lower(), like, n=1) or difflib.get_close_matches(
+        word.lower(), lowered, n=1, cutoff=0.7
+    )
     return f"did you mean '{lowered[close[0]]}'?" if close else f"known: {', '.join(names)}"
 
 

@@ -39,8 +39,8 @@ def _touch(folder: Path, *names: str) -> Path:
 
 
 def test_a_folder_without_names_is_all_training_data_sorted_and_without_hidden_files(tmp_path):
-    _touch(tmp_path, "b.txt", "a/c.py", ".git/x.txt", "a/.hidden.txt", "a/__pycache__/c.py", "z.bin", "cache-1.arrow")
-    files = find_files(tmp_path, {".txt", ".py", ".arrow"})
+    _touch(tmp_path, "b.txt", "a/c.py", ".git/x.txt", "a/.hidden.txt", "a/__pycache__/c.py", "z.bin")
+    files = find_files(tmp_path, {".txt", ".py"})
     assert [file.id for file in files["train"]] == ["a/c.py", "b.txt"]
     assert list(files) == ["train"]
 

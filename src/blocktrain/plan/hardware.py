@@ -183,7 +183,7 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
     for name, item in values["cards"].items():
         for key in ("host_link", "peer_link"):
             if item[key] not in links:
-                raise ConfigError(f"card '{name}': {key} '{item[key]}' is unknown; {nearest(item[key], links)}")
+                raise ConfigError(f"card '{name}': {key} '{item[key]}' is unknown; {nearest(str(item[key]), links)}")
         cards[name] = Card(
             name=name,
             title=item["title"],

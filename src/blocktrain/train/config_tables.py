@@ -117,6 +117,8 @@ class OptimizerConfig:
             )
         if self.tail != "none":
             Tail(rule=self.tail, share=self.tail_share)  # its own checks
+        elif not 0 < self.tail_share < math.inf:
+            raise ConfigError(f"tail_share must be positive, not {self.tail_share:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
