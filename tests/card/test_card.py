@@ -79,7 +79,9 @@ def test_a_run_of_the_command_line_stays_on_the_card(visits, settings: str) -> N
     found = visits(*settings.split())
     assert all(peak["activations"] > 0 for peak in found["peaks"])
     if "prefix.store=off" in settings:  # while a step fills a store it may wait
-        assert sum(found["waits"].values()) == 1
+        # A fake tensor cannot be page-locked, so its way to the host counts (tests/card/test_streams.py has real ones).
+        offloaded = 2 if "memory.boundaries=host" in settings else 0
+        assert sum(found["waits"].values()) == 1 + offloaded
 
 
 def test_a_step_of_four_micro_batches_waits_once(visits) -> None:
@@ -137,8 +139,8 @@ def test_a_model_is_loaded_within_the_plan(
     vectors = 4 * spec.width * (2 * spec.layers + 1)
     assert found["resting"]["cpu"] == pytest.approx(planned["cpu"], rel=0.05)
     assert found["resting"]["cuda"] == pytest.approx(planned["cuda"], rel=0.05, abs=vectors)
-    # One weight is lowered or packed at a time: it is there in bf16, its chunks in fp32.
-    one = 2 * found["largest"] + 20 * min(found["largest"], CHUNK_SCALARS)
+    # One weight is lowered or packed at a time: it is there in bf16, its chunks in fp32, and packed in parts and whole.
+    one = (2 + layout.precision.frozen) * found["largest"] + 20 * min(found["largest"], CHUNK_SCALARS)
     assert found["peak"]["cuda"] <= found["resting"]["cuda"] + one
     loaded = (BF16 if saved else FP32).itemsize * spec.parameters
     assert found["peak"]["cpu"] <= max(found["resting"]["cpu"], loaded) + 2 * one

@@ -170,7 +170,7 @@ def test_a_record_without_a_needed_field_names_it(make_run: MakeRun):
     folder = make_run(sweeps=1, steps=2, every=2)
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"loss":', '"lost":'))
-    with pytest.raises(DataError, match=r"cannot read: a 'evaluation' record without 'loss'"):
+    with pytest.raises(DataError, match=r"cannot be read: a 'evaluation' record without 'loss'"):
         RunRecord.load(folder)
 
 
@@ -178,7 +178,7 @@ def test_a_field_of_another_type_is_named(make_run: MakeRun):
     folder = make_run(sweeps=1, steps=2, every=2)
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"loss":', '"loss": null, "lost":'))
-    with pytest.raises(DataError, match=r"cannot read: 'loss' is null, not a number"):
+    with pytest.raises(DataError, match=r"cannot be read: 'loss' must be a number, not null"):
         RunRecord.load(folder)
 
 
@@ -196,5 +196,7 @@ def test_a_damaged_line_is_one_message(make_run: MakeRun, line: str):
     folder = make_run(sweeps=1, steps=2, every=2)
     path = folder / "events.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")
-    with pytest.raises(DataError, match=r"holds a record this version cannot read|is not JSON"):
+    with pytest.raises(
+        DataError, match=r"line \d+ holds a record that cannot be read: .*; restore the file|is not JSON"
+    ):
         RunRecord.load(folder)

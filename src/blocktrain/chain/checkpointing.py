@@ -42,9 +42,9 @@ def checkpointing(partition: Partition, *, boundaries: Boundaries = "device") ->
     boundaries: where those inputs are stored until then: on the `device`, or on the `host` (in pinned memory with
         CUDA), copied there and back during the computation.
 
-    Gradients are bit-equal to those without checkpointing (CPU, fp32), also with dropout. A forward pass and its
-    backward pass must both be inside. It costs one more forward pass of the layers above the prefix, less what the
-    backward pass does not need.
+    Gradients are bit-equal to those without checkpointing and with `use_cache=False` (CPU, fp32), also with dropout. A
+    forward pass and its backward pass must both be inside. It costs one more forward pass of the layers above the
+    prefix, less what the backward pass does not need.
 
     Where gradients are computed, keys and values are not cached for later tokens: the cache that a model returns is
     empty, as with `use_cache=False`. A layer that reads a filled cache is not checkpointed.

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
-from blocktrain.parse import json_kind
+from blocktrain.parse import shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -89,4 +89,4 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
 
 def _require(is_right: bool, name: str, value: Any, expected: str) -> None:
     if not is_right:
-        raise ValueError(f"'{name}' is {json_kind(value)}, not {expected}")
+        raise ValueError(f"'{name}' must be {expected}, not {shown(value)}")

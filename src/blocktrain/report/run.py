@@ -61,11 +61,7 @@ class RunRecord:
         Raises `DataError` where there is no log, or one that is not a run's.
         """
         path = folder / "events.jsonl"
-        try:
-            records = [from_event(event) for event in read_events(path) if isinstance(event, dict)]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            words = str(error) if isinstance(error, ValueError) else "a value is missing or of another kind"
-            raise DataError(f"'{path}' holds a record this version cannot read: {words}") from error
+        records = [_record(event, f"'{path}' line {line}") for line, event in enumerate(read_events(path), start=1)]
 
         def every(kind: type[R]) -> list[R]:
             return [record for record in records if isinstance(record, kind)]
@@ -181,3 +177,18 @@ class RunRecord:
             max(min(step, stop) - visit.step, 0) * cost_of(visit)
             for visit, stop in zip(self.visits, stops, strict=True)
         )
+
+
+def _record(event: object, place: str) -> Record | None:
+    """The record of a line of a log; raises `DataError`, whose message begins with `place`, where it has odd values."""
+    if not isinstance(event, dict):
+        return None
+    try:
+        return from_event(event)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        words = (
+            str(error) if isinstance(error, ValueError) else f"the values of '{event.get('kind')}' are of other kinds"
+        )
+        raise DataError(
+            f"{place} holds a record that cannot be read: {words}; restore the file from a copy, or remove that line"
+        ) from error

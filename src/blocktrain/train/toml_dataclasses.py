@@ -111,8 +111,9 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--set '{text}': '{part}' is a value, not a table")
+        place = text if len(text) <= 80 else f"{text[:57]}..."
         try:
-            table[path[-1]] = parse_toml(f"value = {value.strip()}", text)["value"]
+            table[path[-1]] = parse_toml(f"value = {value.strip()}", place)["value"]
         except ConfigError:
             if value.strip().isdigit():  # a number that is too long is no text
                 raise
