@@ -69,6 +69,7 @@ def test_real_data_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "give --data FOLDER" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_case_of_table_2_trains(shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["table2", "--scale", "tiny", "--device", "cpu", "--only", "GPT-2, Adam", "--data", str(shared_data)]
     assert main([*arguments, "--result", str(tmp_path), "--work", str(tmp_path / "runs"), "--budget", "5"]) == 0

@@ -58,7 +58,13 @@ def test_a_script_may_end_in_mid_visit() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("held", ["in a function", "in a cycle", "by an exit handler", "by a module"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        "in a cycle",
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("in a function", "by an exit handler", "by a module")),
+    ],
+)
 def test_a_script_may_end_with_a_visit_open_wherever_it_is_held(held: str) -> None:
     """The visit was a generator, which Python closes when it collects it: exceptions were printed at the exit."""
     script = (

@@ -126,7 +126,9 @@ def test_a_suffix_gives_equal_results(precision: Precision, gpt2, batch) -> None
     assert_equal_results(made, batch, suffix=True)
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16_EXACT], ids=lambda precision: precision.name)
+@pytest.mark.parametrize(
+    "precision", [FP32, pytest.param(BF16_EXACT, marks=pytest.mark.slow)], ids=lambda precision: precision.name
+)
 def test_one_gradient_is_alive_at_a_time(precision: Precision, batch) -> None:
     """The tracked peak of a suffix visit, on real tensors as predicted: the largest weight's gradient, and a bias's."""
     few = {name: tokens[:1, :4] for name, tokens in batch(0).items()}  # so that weights are most of it

@@ -129,7 +129,8 @@ def test_the_same_losses_and_weights_bit_for_bit(train: Run, store: str, fill: s
 
 
 @pytest.mark.parametrize(
-    ("precision", "order", "fill"), [("fp32", "ascending", "lazy"), ("int8", "descending", "ahead")]
+    ("precision", "order", "fill"),
+    [("fp32", "ascending", "lazy"), pytest.param("int8", "descending", "ahead", marks=pytest.mark.slow)],
 )
 def test_frozen_layers_in_int8(train: Run, precision: str, order: str, fill: str):
     """Stored rows were computed in other batches than those of a step."""
