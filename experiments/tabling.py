@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from blocktrain.runtime import result_path
+
 END = "<!-- end -->\n"
+
+
+def add_write(parser: argparse.ArgumentParser, result: Path) -> None:
+    """The option `--write [FILE]`: write the result to `result`, or to FILE, and the README's tables anew."""
+    parser.add_argument(
+        "--write",
+        type=result_path,
+        nargs="?",
+        const=str(result),
+        metavar="FILE",
+        help=f"default: {result.name} and the README's tables",
+    )
 
 
 def placed(writer: str, table: str) -> str:

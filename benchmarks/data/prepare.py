@@ -155,7 +155,7 @@ def measured(who: str, kind: str, path: Path, tokenizer: Path) -> dict[str, floa
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """The processor time of this process, and of the processes that it started and that have ended."""
     return sum(os.times()[:4])
 
 

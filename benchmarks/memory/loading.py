@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from real import ALLOCATOR, forget_peak, resident_bytes
+from real import ALLOCATOR, forget_peak, in_own_process, resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
@@ -111,11 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parameters = save_model(Path(folder), LAYERS)
         for precision in options.precision:
-            command = [sys.executable, __file__, "--one", precision, folder]
-            done = subprocess.run(
-                command, env={**os.environ, **ALLOCATOR}, stdout=subprocess.PIPE, text=True, check=True
-            )
-            rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            rows.append(in_own_process(__file__, precision, folder))
             print(rows[-1], flush=True)
     result = {
         "question": "the resident set of a run, loading included, beside its plan",

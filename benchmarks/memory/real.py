@@ -39,6 +39,13 @@ def resident_bytes(key: str) -> int:
     raise OSError(f"/proc/self/status has no {key}: this needs Linux")
 
 
+def in_own_process(script: str, *arguments: str) -> dict[str, Any]:
+    """What `script --one ARGUMENTS` prints last, run in a process that hands freed memory back at once."""
+    command = [sys.executable, script, "--one", *arguments]
+    done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -91,14 +98,7 @@ def main() -> None:
     print("| precision | predicted MiB | tracked MiB | resident growth MiB | tracked over resident |")
     print("|---" * 5 + "|")
     for precision in options.precision:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", precision],
-            env={**os.environ, **ALLOCATOR},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        row = json.loads(done.stdout.strip().splitlines()[-1])
+        row = in_own_process(__file__, precision)
         rows.append(row)
         sizes = " | ".join(
             f"{row[key] / 2**20:.0f}" for key in ("predicted_bytes", "tracked_bytes", "resident_growth_bytes")

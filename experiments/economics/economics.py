@@ -20,12 +20,12 @@ import torch
 from blocktrain.plan.cost import MULTIPLIERS, price_of, reduction
 from blocktrain.plan.hardware import load_hardware
 from blocktrain.plan.presets import find_model
-from blocktrain.runtime import environment, result_path
+from blocktrain.runtime import environment
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tabling import put  # noqa: E402 - found beside this folder
+from tabling import add_write, put  # noqa: E402 - found beside this folder
 
 MODELS = ("G-1.6B", "G-5.4B", "G-10B", "G-20B")
 
@@ -171,14 +171,7 @@ def tables(found: Sequence[Cell]) -> str:
 def main() -> None:
     """Print, and with `--write` keep, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--write",
-        type=result_path,
-        nargs="?",
-        const=str(HERE / "result.json"),
-        metavar="FILE",
-        help="default: result.json and the README's table",
-    )
+    add_write(parser, HERE / "result.json")
     options = parser.parse_args()
     found = cells()
     text = tables(found)

@@ -34,12 +34,12 @@ from blocktrain.plan.hardware import Hardware, achievable, load_hardware
 from blocktrain.plan.layout import TrainingMethod
 from blocktrain.plan.presets import find_model
 from blocktrain.report.multiplier import tokens_to_reach
-from blocktrain.runtime import environment, result_path
+from blocktrain.runtime import environment
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tabling import put, spread  # noqa: E402 - found beside this folder
+from tabling import add_write, put, spread  # noqa: E402 - found beside this folder
 
 MODELS = ("g-1.6b", "l-1.5b", "g-5.4b", "g-10b", "g-20b")
 CARDS = ("rtx4090", "a100-80")
@@ -247,14 +247,7 @@ def batch_tables(found: Sequence[dict[str, Any]], measured: Sequence[Measured]) 
 def main() -> None:
     """Print, and with `--write` keep, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--write",
-        type=result_path,
-        nargs="?",
-        const=str(HERE / "to_loss.json"),
-        metavar="FILE",
-        help="default: to_loss.json and the README's tables",
-    )
+    add_write(parser, HERE / "to_loss.json")
     options = parser.parse_args()
     measured, hardware = [each() for each in MEASURED], load_hardware()
     found, by_batch = rows(measured, hardware), batches(measured, hardware)

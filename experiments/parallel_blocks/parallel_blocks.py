@@ -30,13 +30,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import blocktrain as bt
 from blocktrain.data.stdlib import stdlib_files
-from blocktrain.runtime import environment, result_path
+from blocktrain.runtime import environment
 from blocktrain.testing import run_distributed
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tabling import put  # noqa: E402 - found beside this folder
+from tabling import add_write, put  # noqa: E402 - found beside this folder
 
 BLOCKS, LAYERS, WIDTH, TOKENS, ROWS, RATE = 3, 4, 96, 64, 8, 1e-3
 EVALUATIONS, VALIDATION_ROWS = 9, 64
@@ -139,14 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=450, help="of 8 rows, taken by all processes in sum")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument(
-        "--write",
-        type=result_path,
-        nargs="?",
-        const=str(HERE / "result.json"),
-        metavar="FILE",
-        help="default: result.json and the README's table",
-    )
+    add_write(parser, HERE / "result.json")
     options = parser.parse_args()
     results: dict[str, list[list[tuple[int, float]]]] = {}
     for seed in range(options.seeds):

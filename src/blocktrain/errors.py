@@ -100,9 +100,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{lowered[close[0]]}'?" if close else f"known: {', '.join(names)}"
 
 
-def is_utf8(path: str | Path) -> bool:
-    """Whether the name of a file is UTF-8; on Linux it may be any bytes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in str(path))
+def is_utf8(text: str | Path) -> bool:
+    """Whether `text` can be encoded: file names on Linux (any bytes) and JSON may have half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in str(text))
 
 
 @contextmanager

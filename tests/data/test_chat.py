@@ -190,7 +190,7 @@ NULL = {"prompt": "2 + 2?", "completion": None}
 
 
 def test_fields_that_are_not_read_are_named_once_for_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """They were dropped without a warning. A run that finds the tokens in the cache warns, too."""
+    """Such fields were dropped without a warning. A run that finds the tokens in the cache warns, too."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     rows = [{**GOOD, "id": 1}, {**GOOD, "id": 2, "tools": tools}, {**GOOD, "id": None, "note": ""}, GOOD]
     for _ in range(2):

@@ -138,8 +138,8 @@ def assert_as_alone(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 
 def test_two_processes_are_as_one_and_send_the_active_block_only(tmp_path: Path) -> None:
-    """They were refused, because DistributedDataParallel keeps reducing the gradients of the first block. They start
-    from the weights of rank 0, as with it."""
+    """Several processes were refused, because DistributedDataParallel keeps reducing the gradients of the first block.
+    They start from the weights of rank 0, as with it."""
     alone = outcome(make(tmp_path / "alone", 1))
     assert_as_alone(run_distributed(from_weights_of_its_own, 2, tmp_path / "two"), alone)
 

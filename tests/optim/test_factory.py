@@ -110,7 +110,7 @@ def test_a_class_that_refuses_the_settings_is_named(tiny, tmp_path: Path) -> Non
     ],
 )
 def test_options_that_fail_at_the_first_step_are_refused(options: dict[str, Any], message: str) -> None:
-    """They ended in a traceback after the run folder was written; any text was true."""
+    """Such options ended in a traceback after the run folder was written; any text counted as true."""
     with pytest.raises(ConfigError, match=message):
         require_options("AdamW", torch.optim.AdamW, options, torch.device("cpu"))
 

@@ -84,11 +84,8 @@ class MemoryStore:
                 else torch.empty((num_slots, *field.shape), dtype=field.dtype, device=device)
                 for name, field in layout.items()
             }
-        except (
-            RuntimeError,
-            OSError,
-            OutOfMemoryError,
-        ) as error:  # the CPU allocator has no exception class of its own
+        # The CPU allocator has no exception class of its own.
+        except (RuntimeError, OSError, OutOfMemoryError) as error:
             raise StorageError(f"no room for {format_bytes(self.nbytes)} in the memory of '{device}'") from error
 
     def write(self, slots: np.ndarray, rows: Fields) -> None:

@@ -307,7 +307,7 @@ def _odd_settings(values: dict[str, Any], architecture: str) -> str:
 
 
 def _odd_saved_settings(path: str, given: dict[str, Any]) -> str:
-    """The same for the configuration in the folder `path`, with the settings `given` in place of its own."""
+    """What `_odd_settings` says of the configuration in the folder `path`, where `given` replaces its own settings."""
     values: dict[str, Any] = {}
     for file in sorted(Path(path).glob("*config.json"), reverse=True):  # config.json is the last
         values = parse_json(file.read_bytes(), f"'{file}'", ConfigError)

@@ -28,19 +28,17 @@ def export(options: argparse.Namespace) -> int:
     """Write the folder with its model card, and push it to the hub with `--push`."""
     from blocktrain.cli.live import quiet_libraries
     from blocktrain.integrations.hub import check_repository, push
-    from blocktrain.train.checkpoint import find_checkpoint, read_header
     from blocktrain.train.run_folder import RunFolder
 
     if options.push is not None:
         check_repository(options.push)
     quiet_libraries()
     folder = RunFolder(options.run)
-    said = export_run(
+    step, said = export_run(
         folder, options.out, checkpoint=options.checkpoint, dtype=options.dtype, accepts_nonfinite=options.force
     )
     address = None if options.push is None else push(options.out, options.push, public=options.public)
     if options.json:
-        step = read_header(find_checkpoint(folder.checkpoints, options.checkpoint)).progress.step
         print(json.dumps({"exported": str(options.out.resolve()), "step": step, "pushed": address}))
         return 0
     print(said)
@@ -56,21 +54,23 @@ def export_run(
     checkpoint: str = "newest",
     dtype: ExportDtype | None = None,
     accepts_nonfinite: bool = False,
-) -> str:
-    """Write the model of a run with its card to `out`; returns what was written and how to load it, for people."""
+) -> tuple[int, str]:
+    """Write the model of a run with its card to `out`; returns the step, and in words what was written and how to load
+    it."""
     from blocktrain.integrations.card import write_card
     from blocktrain.train.checkpoint import find_checkpoint, read_header
     from blocktrain.train.export import export as export_model
 
     folder.require_resumable()
     progress = read_header(find_checkpoint(folder.checkpoints, checkpoint)).progress
+    step = str(progress.step)  # of the checkpoint that was found
     out = export_model(
         folder,
         out,
-        checkpoint=checkpoint,
+        checkpoint=step,
         dtype=dtype,
         accepts_nonfinite=accepts_nonfinite,
-        also=lambda place: write_card(folder, place, checkpoint),
+        also=lambda place: write_card(folder, place, step),
     )
     saved = json.loads((out / "config.json").read_text())
     (name,) = saved.get("architectures") or [None]
@@ -87,7 +87,7 @@ def export_run(
             f"\nThe lowest validation loss was {progress.best['loss']:.4f} at step {progress.best['step']:.0f}, where "
             "no checkpoint was written; to have one there, set stop.patience, or checkpoint.every = evaluation.every"
         )
-    return said
+    return progress.step, said
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -13,16 +13,14 @@ METHODS = ("blocks", "full", "lora")
 
 def finetune(options: argparse.Namespace) -> int:
     """Say what was chosen, train to the end, write the report, and export to the folder `model` of the run."""
-    import json
     import shlex
 
     from rich.console import Console
 
     from blocktrain.cli.export import export_run
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.cli.session import command_line, listening, numbered_folder, show_end
+    from blocktrain.cli.session import command_line, listening, numbered_folder, print_config, show_end
     from blocktrain.errors import ConfigError, Interrupted
-    from blocktrain.plan.configure import toml
     from blocktrain.train.finetune import finetuning
     from blocktrain.train.run import run
     from blocktrain.train.run_folder import RunFolder
@@ -51,8 +49,7 @@ def finetune(options: argparse.Namespace) -> int:
     for line in chosen.lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if options.print_config:
-        values = chosen.config.to_mapping()
-        print(json.dumps(values, indent=1) if options.json else toml(values).strip())
+        print_config(chosen.config, as_json=options.json)
         return 0
     folder = RunFolder(options.out or numbered_folder(chosen.config.name))
     out = folder.path / EXPORTED
@@ -64,7 +61,8 @@ def finetune(options: argparse.Namespace) -> int:
         then = f"blocktrain export {shlex.quote(str(folder.path))} {shlex.quote(str(out))}"
         raise Interrupted(f"{stop}, and then: {then}", signal_number=stop.exit_code - 128) from None
     show_end(folder, options)
-    console.print(f"\n{export_run(folder, out)}", markup=False, highlight=False, soft_wrap=True)
+    _, said = export_run(folder, out)
+    console.print(f"\n{said}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

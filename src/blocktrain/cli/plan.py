@@ -138,11 +138,10 @@ def _spec(name: str) -> ModelSpec:
     if not is_on_hub and has_closed_form(values := config_values(path)):
         return from_config(values, name)
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.train.count_spec import count_spec, hub_config
+    from blocktrain.train.count_spec import hub_config, spec_of
 
     quiet_libraries()
-    values = hub_config(name) if is_on_hub else config_values(path)
-    return from_config(values, name) if has_closed_form(values) else count_spec(values, name)
+    return spec_of(hub_config(name) if is_on_hub else config_values(path), name)
 
 
 def _machine(options: argparse.Namespace, hardware: Hardware) -> tuple[Rates, Capacity]:

@@ -35,6 +35,14 @@ def load_config(options: argparse.Namespace) -> RunConfig:
     return config
 
 
+def print_config(config: RunConfig, *, as_json: bool) -> None:
+    """Print a configuration with every key, as TOML or JSON."""
+    from blocktrain.plan.configure import toml
+
+    values = config.to_mapping()
+    print(json.dumps(values, indent=1) if as_json else toml(values).strip())
+
+
 def live_line(config: RunConfig, options: argparse.Namespace) -> LiveLine:
     """The live line of a run. It is written to stderr where stdout is to hold JSON, and on rank 0 only."""
     console = Console(stderr=options.json, quiet=launched_rank() > 0)

@@ -10,29 +10,19 @@ from blocktrain.cli.command import Command, add_configuration
 def train(options: argparse.Namespace) -> int:
     """Train to the end, then write the report and print the table."""
     from blocktrain.cli.live import quiet_libraries
-    from blocktrain.cli.session import command_line, listening, load_config, numbered_folder, show_end
+    from blocktrain.cli.session import command_line, listening, load_config, numbered_folder, print_config, show_end
+    from blocktrain.train.config import RunConfig
     from blocktrain.train.run import run
 
     if options.print_config:
-        return print_config(options)
+        print_config(RunConfig.load(options.config, options.overrides), as_json=options.json)
+        return 0
     quiet_libraries()
     config = load_config(options)
     out = options.out or numbered_folder(config.name)
     with listening(config, out, options) as listeners:
         folder = run(config, out, listeners=listeners, command=command_line())
     show_end(folder, options)
-    return 0
-
-
-def print_config(options: argparse.Namespace) -> int:
-    """Print the configuration with every key, as TOML or JSON, and run nothing."""
-    import json
-
-    from blocktrain.plan.configure import toml
-    from blocktrain.train.config import RunConfig
-
-    values = RunConfig.load(options.config, options.overrides).to_mapping()
-    print(json.dumps(values, indent=1) if options.json else toml(values).strip())
     return 0
 
 

@@ -117,7 +117,7 @@ class ChatTemplate:
             raise RowError(f"{place}: the chat template refuses this conversation: {first_line(error)}") from error
 
     def encode(self, conversations: list[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each, token ids, int64 (T,), and whether the assistant wrote each, bool (T,)."""
+        """The token ids of each conversation, int64 (T,), and which tokens the assistant wrote, bool (T,)."""
         if not conversations:
             return []
         texts = [conversation.text for conversation in conversations]

@@ -24,7 +24,7 @@ from blocktrain.data.compression import open_decompressed, read_decompressed, un
 from blocktrain.data.document import Document
 from blocktrain.data.files import SourceFile
 from blocktrain.data.row_report import RowError
-from blocktrain.errors import DataError, first_line, nearest
+from blocktrain.errors import DataError, first_line, is_utf8, nearest
 from blocktrain.parse import json_kind, parse_json
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def require_text(value: object, field: str, place: str) -> str:
     """`value` if it is text; raises `RowError` for null, numbers and lists."""
     if not isinstance(value, str):
         raise RowError(f"{place}: field '{field}' is {json_kind(value)}, not text")
-    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+    if not value.isascii() and not is_utf8(value):
         raise RowError(f"{place}: field '{field}' has half of a surrogate pair, which is no character")
     return value
 

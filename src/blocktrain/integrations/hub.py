@@ -19,9 +19,8 @@ def check_repository(name: str) -> None:
 def push(folder: Path, repository: str, *, public: bool = False, api: HfApi | None = None) -> str:
     """Upload `folder` as one commit to `repository`, which is created (private unless `public`) if it does not exist.
 
-    Returns the address of the repository. Raises `StorageError` when the hub refuses or cannot be
-    reached. The client `api` uses the token of `hf auth login` and the address in `HF_ENDPOINT`, unless another one is
-    given.
+    Returns the address of the repository. Raises `StorageError` when the hub refuses or cannot be reached. The client
+    `api` uses the token of `hf auth login` and the address in `HF_ENDPOINT`, unless another one is given.
     """
     check_repository(repository)
     api = api or HfApi()

@@ -106,9 +106,8 @@ def replace_by_placeholder(
     if is_placeholder(parameter):  # it gets another value
         cast(_Placeholder, parameter)._backing_tensors = backing
         return
-    nan = parameter.data.new_full(
-        (), torch.nan, device=device
-    )  # a backstop for code that reads memory without asking PyTorch
+    # A backstop for code that reads memory without asking PyTorch.
+    nan = parameter.data.new_full((), torch.nan, device=device)
     if not isinstance(parameter, FakeTensor) and type(parameter) is not nn.Parameter:
         raise ConfigError(
             f"'{name}' is a {type(parameter).__name__}, whose value cannot be stored elsewhere: keep frozen weights as "

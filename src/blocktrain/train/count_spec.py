@@ -19,7 +19,7 @@ from blocktrain.chain.partition_config import PartitionConfig
 from blocktrain.errors import BlocktrainError, ConfigError, first_line
 from blocktrain.memory.fake import fake_copy
 from blocktrain.memory.flops import StepCounter
-from blocktrain.plan.spec import Counted, ModelSpec
+from blocktrain.plan.spec import Counted, ModelSpec, from_config, has_closed_form
 from blocktrain.runtime import library_errors, may_be_on_hub
 
 TOKENS = 16  # of the row whose FLOPs are counted
@@ -32,6 +32,11 @@ def hub_config(name: str) -> dict[str, Any]:
         raise ConfigError(f"model '{name}' is no preset, no config.json, no folder with one, and no name on the hub")
     with library_errors(f"the configuration of model '{name}' cannot be loaded"):
         return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+
+
+def spec_of(values: Mapping[str, Any], name: str) -> ModelSpec:
+    """The model that a `config.json` describes: its closed form where the planner has one, else counted."""
+    return from_config(values, name) if has_closed_form(values) else count_spec(values, name)
 
 
 def count_spec(values: Mapping[str, Any], name: str) -> ModelSpec:

@@ -29,11 +29,11 @@ from blocktrain.plan.fit import BLOCK_COUNTS, Candidate, Capacity, Overflow, Req
 from blocktrain.plan.hardware import Rates, calibrated, load_calibration, load_hardware
 from blocktrain.plan.layout import PRECISION_SPECS, Checkpointing, Layout, MomentFormat, MomentPlace
 from blocktrain.plan.memory import host_parts, plan_memory
-from blocktrain.plan.spec import ModelSpec, config_values, from_config, has_closed_form
+from blocktrain.plan.spec import ModelSpec, config_values
 from blocktrain.runtime import available_memory_bytes, environment, free_memory_bytes, may_be_on_hub, pick_device
 from blocktrain.train.auto_micro_batch import SHARE, divisors
 from blocktrain.train.config import RunConfig
-from blocktrain.train.count_spec import count_spec, hub_config
+from blocktrain.train.count_spec import hub_config, spec_of
 from blocktrain.train.toml_dataclasses import override
 from blocktrain.units import BatchGeometry, format_bytes, format_count, format_seconds
 
@@ -167,7 +167,7 @@ def model_spec(model: str, *, classifies: bool = False) -> ModelSpec:
         values = hub_config(model)
     if classifies:
         values = {**values, "is_decoder": True}
-    return from_config(values, model) if has_closed_form(values) else count_spec(values, model)
+    return spec_of(values, model)
 
 
 def this_machine(device_name: str, memory: int | None = None) -> Machine:
